@@ -1,0 +1,372 @@
+"""The command line: parses, calls, prints. Every import beyond argparse stands inside the command that needs it.
+
+Exit codes: 0 all is well; 1 a case failed or was wrong, or nothing could be measured; 2 the command or a sweep file is
+not valid; 3 the machine or the result folder cannot be used; 130 interrupted (what was measured is kept).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jfabench import __version__
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jfabench.folder import ResultFolder
+    from jfabench.records import Record
+    from jfabench.sweep import Sweep
+
+OK, FAILED, USAGE, MACHINE, INTERRUPTED = 0, 1, 2, 3, 130
+
+DESCRIPTION = "Measures jagged flash attention kernels against their peers."
+EXAMPLES = """\
+examples:
+  python -m jfabench sweep --config jagged.yaml                 measure the jagged grid; report in results/
+  python -m jfabench sweep --config jagged.yaml --dry-run       what would be measured, and its cost
+  python -m jfabench list                                       operators and providers, and what is missing
+  python -m jfabench doctor                                     check GPU, drivers and packages
+"""
+SWEEP_EXAMPLES = """\
+examples:
+  python -m jfabench sweep --config jagged.yaml --out results/mine
+  python -m jfabench sweep --config jagged.yaml --only triton_jfa --only fa4_kernel --direction bwd
+  python -m jfabench sweep --config dense.yaml --set lengths.length=[1024,4096] --set batch=64
+  python -m jfabench sweep --config my.yaml --out results/mine --resume    go on after an interruption
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest valid choice when a word is misspelt."""
+
+    def error(self, message: str) -> Any:
+        import difflib
+
+        words = [word for action in self._actions for word in (*action.option_strings, *(action.choices or ()))]
+        for wrong in sys.argv[1:]:
+            close = difflib.get_close_matches(wrong, [str(w) for w in words], n=1, cutoff=0.6)
+            if close and wrong not in words and wrong in message:
+                message += f" (did you mean {close[0]!r}?)"
+                break
+        super().error(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="jfabench", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"jfabench {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    def command(name: str, help_text: str, run: Any, epilog: str = "") -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help_text, description=help_text, epilog=epilog, formatter_class=raw)
+        sub.set_defaults(run=run)
+        return sub
+
+    sweep = command("sweep", "measure the grid of a sweep file and write a report", _sweep, SWEEP_EXAMPLES)
+    sweep.add_argument("--config", required=True, metavar="FILE", help="a sweep file, by path or by name in sweeps/")
+    sweep.add_argument("--out", metavar="DIR", help="result folder (default: results/<config>-<time>)")
+    sweep.add_argument("--only", action="append", default=[], metavar="PROVIDER", help="run only this one (repeatable)")
+    sweep.add_argument(
+        "--skip", action="append", default=[], metavar="PROVIDER", help="leave this one out (repeatable)"
+    )
+    sweep.add_argument(
+        "--direction", action="append", default=[], choices=["fwd", "bwd", "fwd_bwd"], help="instead of the file's"
+    )
+    sweep.add_argument(
+        "--measure", choices=["profiler", "events", "cudagraph", "wall"], help="how to time (default: the file's)"
+    )
+    sweep.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    sweep.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override a value (repeatable)"
+    )
+    sweep.add_argument("--dry-run", action="store_true", help="print the cases and their cost, and stop")
+    sweep.add_argument("--resume", action="store_true", help="go on in --out: measure only what it does not hold yet")
+    sweep.add_argument("--retry-failed", action="store_true", help="with --resume: repeat the cases that are not ok")
+    sweep.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="kill a step that takes longer (default: 300)",
+    )
+
+    report = command(
+        "report", "write results.csv, charts and report.html again, from one or more result folders", _report
+    )
+    report.add_argument("folders", nargs="+", metavar="DIR", help="result folders; several are merged into the first")
+    report.add_argument("--out", metavar="DIR", help="write the merged report here instead")
+
+    command("list", "operators, providers and sweep files; why a provider is unavailable and how to get it", _list)
+
+    doctor = command("doctor", "check GPU, driver, packages, profilers, and say what to do", _doctor)
+    doctor.add_argument(
+        "--repair", action="store_true", help="put fbtriton in place where upstream triton clashes with it"
+    )
+
+    ceilings = command("ceilings", "measure this device's matrix and copy rates, for the roofline", _ceilings)
+    ceilings.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    ceilings.add_argument("--out", metavar="DIR", help="store them in this result folder, too")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `jfabench list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a positive number of seconds")
+    return value
+
+
+def _fail(message: object, code: int) -> int:
+    print(f"jfabench: {message}", file=sys.stderr)
+    return code
+
+
+# sweep ---------------------------------------------------------------------------------------------------------------
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from jfabench.operator import load_providers
+    from jfabench.run import FolderError, run_sweep
+    from jfabench.sweep import ConfigError, load_sweep
+
+    if arguments.resume and not arguments.out:
+        return _fail("--resume needs --out, the folder to go on in", USAGE)
+    if arguments.retry_failed and not arguments.resume:
+        return _fail("--retry-failed needs --resume", USAGE)
+    device, note = _device(arguments.device)
+    if device is None:
+        return _fail(note, MACHINE)
+    settings = [*arguments.settings, *([f"measure.mode={arguments.measure}"] if arguments.measure else [])]
+    try:
+        sweep = load_sweep(
+            arguments.config,
+            "cpu" if device == "cpu" else "full",
+            settings=settings,
+            only=arguments.only,
+            skip=arguments.skip,
+            directions=arguments.direction,
+        )
+        sweep.config.measure.mode_on(device.split(":")[0])
+    except ConfigError as error:
+        return _fail(error, USAGE)
+    except ValueError as error:
+        return _fail(error, USAGE)
+    if note:
+        print(note)
+    if arguments.dry_run:
+        return _dry_run(sweep)
+
+    folder = _folder(arguments.out, sweep.name)
+    known = load_providers(sweep.config.operator).by_name
+    summaries = {name: known[name].summary for name in sweep.config.providers}
+    command_line = shlex.join(["python", "-m", "jfabench", *sys.argv[1:]])
+    code = OK
+    records: list[Record] = []
+    try:
+        from jfabench.progress import progress_listener
+
+        with progress_listener(len(sweep.cases)) as listener:
+            records = run_sweep(
+                sweep,
+                folder,
+                device=device,
+                command_line=command_line,
+                summaries=summaries,
+                listener=listener,
+                resume=arguments.resume,
+                retry_failed=arguments.retry_failed,
+                timeout=arguments.timeout,
+            )
+    except FolderError as error:
+        return _fail(error, MACHINE)
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was measured is kept; the same command with --resume goes on", file=sys.stderr)
+        code = INTERRUPTED
+    written = _write_report([folder], folder)
+    return code or written or _verdict(records)
+
+
+def _verdict(records: Sequence[Record]) -> int:
+    from jfabench.records import failing
+
+    bad = failing(records)
+    if bad:
+        counts: dict[str, int] = {}
+        for record in bad:
+            counts[record.status] = counts.get(record.status, 0) + 1
+        words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+        return _fail(f"{len(bad)} of {len(records)} cases gave no right result ({words}); see the report", FAILED)
+    if not any(record.status == "ok" for record in records):
+        return _fail(
+            "nothing was measured: no provider is available here for these cases (see `jfabench list`)", FAILED
+        )
+    return OK
+
+
+def _folder(out: str | None, name: str) -> ResultFolder:
+    from datetime import datetime
+    from pathlib import Path
+
+    from jfabench.folder import ResultFolder
+
+    if out is None:
+        out = f"results/{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return ResultFolder(Path(out))
+
+
+def _device(wanted: str) -> tuple[str | None, str]:
+    """The device to use and what to tell the user about it; None and the reason where it cannot be used."""
+    from jfabench.devices import choose_device
+
+    return choose_device(wanted)
+
+
+def _dry_run(sweep: Sweep) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from jfabench.operator import load_operator
+
+    operator = load_operator(sweep.config.operator)
+    table = Table(title=f"{sweep.name}: {len(sweep.cases)} cases at {sweep.scale} scale")
+    for heading in ("shape", "direction", "providers", "GFLOP", "minimal MB", "tensors MB"):
+        table.add_column(heading, justify="left" if heading in ("shape", "direction") else "right")
+    shapes = {(case.shape_key, case.direction): case for case in sweep.cases}
+    for case in shapes.values():
+        params = operator.parse(case.params)
+        work = operator.work(params, case.direction, case.seed)
+        table.add_row(
+            operator.label(params),
+            case.direction,
+            str(len(sweep.config.providers)),
+            f"{work.flops / 1e9:,.3f}" if work.flops < 1e9 else f"{work.flops / 1e9:,.1f}",
+            f"{work.bytes / 1e6:,.1f}",
+            f"{operator.memory(params, case.seed) / 1e6:,.1f}",
+        )
+    Console().print(table)
+    policy = sweep.config.measure
+    limit = len(sweep.cases) * (policy.max_seconds + policy.warmup_seconds)
+    print(
+        f"measured calls and warm-up: at most {limit:,.0f} s unless a single call is slow "
+        f"({policy.max_seconds + policy.warmup_seconds:g} s a case); checking and compiling come on top"
+    )
+    return OK
+
+
+# report, list, doctor, ceilings --------------------------------------------------------------------------------------
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from jfabench.folder import ResultFolder
+
+    folders = [ResultFolder(Path(name)) for name in arguments.folders]
+    for folder in folders:
+        if not folder.records.exists():
+            return _fail(f"{folder.root}: no records.jsonl here; name a folder that `jfabench sweep` wrote", USAGE)
+    return _write_report(folders, ResultFolder(Path(arguments.out)) if arguments.out else folders[0])
+
+
+def _write_report(folders: Sequence[ResultFolder], target: ResultFolder) -> int:
+    from jfabench.reports import html, terminal
+
+    if not any(folder.records.exists() for folder in folders):
+        return OK
+    try:
+        built = html.build(folders, target)
+    except (OSError, ValueError) as error:
+        return _fail(f"the report could not be written: {error}. The records are safe; try `jfabench report`", MACHINE)
+    terminal.show(built)
+    print(f"results: {target.table}")
+    print(f"report:  {_shown(target.report)}")
+    return OK
+
+
+def _shown(path: Path) -> str:
+    return str(path.resolve())
+
+
+def _list(_: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from jfabench.operator import OPERATOR_MODULES, load_providers
+    from jfabench.sweep import shipped
+
+    device, note = _device("auto")
+    console = Console()
+    if note:
+        console.print(note, markup=False, highlight=False)
+    for operator in OPERATOR_MODULES:
+        providers = load_providers(operator)
+        table = Table(title=f"operator {operator}", show_lines=True)
+        for heading in ("provider", "here", "what is timed, or how to get it"):
+            table.add_column(heading)
+        for provider in providers.by_name.values():
+            missing = provider.unavailable((device or "cpu").split(":")[0])
+            text = f"{provider.summary}\n{missing}" if missing else provider.summary
+            table.add_row(provider.name, "no" if missing else "yes", text)
+        for plugin in providers.broken:
+            table.add_row(plugin.name, "broken", plugin.why)
+        console.print(table)
+    console.print(f"sweep files: {', '.join(shipped())}", highlight=False)
+    return OK
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from jfabench import doctor
+
+    if arguments.repair:
+        print(doctor.repair_triton())
+    findings = doctor.examine()
+    table = Table()
+    for heading in ("check", "", "found", "what to do"):
+        table.add_column(heading)
+    colours = {"ok": "green", "warn": "yellow", "fail": "red", "absent": "dim"}
+    for finding in findings:
+        table.add_row(
+            finding.name, f"[{colours[finding.status]}]{finding.status}[/]", finding.detail, finding.remedy or ""
+        )
+    Console().print(table)
+    return FAILED if any(finding.status == "fail" for finding in findings) else OK
+
+
+def _ceilings(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from jfabench import ceilings
+    from jfabench.folder import ResultFolder, write_json
+
+    device, note = _device(arguments.device)
+    if device is None:
+        return _fail(note, MACHINE)
+    measured = ceilings.measure(device)
+    where = ceilings.store(measured)
+    for dtype, rate in measured.flops.items():
+        print(f"{measured.device}: {dtype} matrix product {rate / 1e12:,.2f} TFLOP/s")
+    print(f"{measured.device}: copy {measured.bytes / 1e9:,.1f} GB/s (read + written)")
+    print(f"stored in {where}; reports of this device use them for the roofline")
+    if arguments.out:
+        write_json(ResultFolder(Path(arguments.out)).ceilings, measured.to_json())
+    return OK

@@ -1,0 +1,32 @@
+"""How long and how often to measure: the `measure:` part of a sweep file."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Mode = Literal["profiler", "events", "cudagraph", "wall"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+class MeasurePolicy(BaseModel):
+    """One stopping rule for all modes: warm up until stable, then sample until precise or until a cap is reached."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mode: Mode | None = Field(None, description="None: `profiler` on CUDA, `wall` on a CPU")
+    target: float = Field(0.01, gt=0, lt=1, description="relative width of the median's 95% interval to stop at")
+    rounds: int = Field(4, ge=1, description="interleaved rounds at least; their order alternates (ABBA)")
+    min_iterations: int = Field(12, ge=1, description="samples at least, over all rounds")
+    max_iterations: int = Field(1000, ge=1, description="samples at most, over all rounds")
+    max_seconds: float = Field(1.0, gt=0, description="measured time of one case at most, in seconds")
+    warmup_seconds: float = Field(0.5, ge=0, description="warm-up of one case at most, in seconds")
+
+    def mode_on(self, device: str) -> Mode:
+        """The mode to use on `device` (`"cuda"` or `"cpu"`). Raises `ValueError` for a CUDA mode on a CPU."""
+        if self.mode is None:
+            return "profiler" if device == "cuda" else "wall"
+        if device == "cpu" and self.mode != "wall":
+            raise ValueError(f"measure mode {self.mode!r} needs a CUDA device; on a CPU use 'wall'")
+        return self.mode

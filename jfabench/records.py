@@ -1,0 +1,220 @@
+"""What a sweep stores: one `Record` per measured `Case`, one JSON line each.
+
+Records hold raw facts only (samples in seconds, work in FLOP and bytes, error norms). Whatever can be computed from
+them - medians, TFLOP/s, intervals, speedups - is computed by `jfabench.reports.derive`, so that a corrected formula
+needs no new run. All quantities are in base SI units.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+SCHEMA = 1
+
+Direction = Literal["fwd", "bwd", "fwd_bwd"]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+
+Status = Literal["ok", "wrong", "failed", "timeout", "oom", "unsupported", "unavailable"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+# A case with one of these was never expected to give a number here, so it does not fail a sweep.
+NEUTRAL_STATUSES: frozenset[Status] = frozenset({"ok", "unsupported", "unavailable"})
+
+
+def canonical_json(value: Any) -> str:
+    """The one text of a JSON value: sorted keys, no spaces. Raises `ValueError` for NaN and infinity."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One thing to measure: a provider computing one direction of an operator at one point of a grid.
+
+    `params` is a JSON object that the operator's parameter model has validated and completed. Two cases are the same
+    if their `key` is; the key serves as resume key, row key and counter key.
+    """
+
+    operator: str
+    provider: str
+    direction: Direction
+    params: Mapping[str, Any]
+    seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "operator": self.operator,
+            "provider": self.provider,
+            "direction": self.direction,
+            "params": dict(self.params),
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Case:
+        return cls(data["operator"], data["provider"], data["direction"], data["params"], data["seed"])
+
+    @cached_property
+    def key(self) -> str:
+        return canonical_json(self.to_json())
+
+    @cached_property
+    def shape_key(self) -> str:
+        """Names the inputs alone: cases with the same shape key are measured together, on the same tensors."""
+        return canonical_json({"operator": self.operator, "params": dict(self.params), "seed": self.seed})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Case) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the case must do at least: useful floating-point operations, and bytes moved if each is moved once."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class TensorCheck:
+    """How far one result is from the oracle.
+
+    `max_abs` and `rel_norm` (||x - ref|| / ||ref||) are None where they are not finite; `detail` then says why.
+    `limit` is the largest `max_abs` allowed, `baseline` the error that plain PyTorch makes in the input dtype.
+    """
+
+    tensor: str
+    passed: bool
+    max_abs: float | None
+    rel_norm: float | None
+    limit: float
+    baseline: float
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Raw samples of one case.
+
+    `rounds[r]` holds the seconds of every iteration of round `r`; rounds of different providers were interleaved.
+    `stopped_by` says which rule ended sampling: `precision` (the interval of the median is narrow enough),
+    `time` or `iterations` (a cap was reached first).
+    """
+
+    mode: str
+    rounds: tuple[tuple[float, ...], ...]
+    stopped_by: str
+    warmup_iterations: int = 0
+    warmup_seconds: float = 0.0
+    kernels_per_call: float | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """The outcome of one case. `env` describes machine and software, `clocks` the GPU just before and after."""
+
+    case: Case
+    status: Status
+    when: str
+    reason: str = ""
+    env: Mapping[str, Any] = field(default_factory=dict)
+    work: Work | None = None
+    checks: tuple[TensorCheck, ...] = ()
+    measurement: Measurement | None = None
+    clocks: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    overhead_seconds: float | None = None
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        data["case"] = self.case.to_json()
+        data["work"] = _plain(self.work)
+        data["checks"] = [_plain(check) for check in self.checks]
+        data["measurement"] = _plain(self.measurement)
+        for name in ("env", "clocks", "inputs", "counters"):
+            data[name] = dict(data[name])
+        return data
+
+    def to_line(self) -> str:
+        return canonical_json(self.to_json()) + "\n"
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Record:
+        """Raises `ValueError` for a record of a newer schema, `KeyError` or `TypeError` for what is no record."""
+        schema = data["schema"]
+        if schema > SCHEMA:
+            raise ValueError(f"record schema {schema} is newer than this jfabench reads ({SCHEMA}): update jfabench")
+        work, measurement = data.get("work"), data.get("measurement")
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {name: value for name, value in data.items() if name in known}
+        values["case"] = Case.from_json(data["case"])
+        values["work"] = Work(**work) if work else None
+        values["checks"] = tuple(TensorCheck(**check) for check in data.get("checks", ()))
+        if measurement:
+            rounds = tuple(tuple(samples) for samples in measurement["rounds"])
+            values["measurement"] = Measurement(**{**measurement, "rounds": rounds})
+        return cls(**values)
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no NaN and no infinity: they are stored as None beside a reason."""
+    return value if math.isfinite(value) else None
+
+
+def _plain(value: Any) -> dict[str, Any] | None:
+    return None if value is None else {f.name: getattr(value, f.name) for f in fields(value)}
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """The records of one file, and the lines of it that could not be read (`(line number, why)`)."""
+
+    records: tuple[Record, ...]
+    bad_lines: tuple[tuple[int, str], ...] = ()
+
+
+def read_records(path: Path) -> RecordFile:
+    """Reads `records.jsonl`. A torn line (a run was killed while writing it) is reported, not raised.
+
+    Where a case occurs more than once (it was repeated by a resumed run), the last record counts.
+    Raises `ValueError` where the file holds records of a newer schema.
+    """
+    by_key: dict[str, Record] = {}
+    bad: list[tuple[int, str]] = []
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                data = json.loads(raw)
+            except ValueError:
+                bad.append((number, "torn or not JSON"))
+                continue
+            try:
+                record = Record.from_json(data)
+            except (KeyError, TypeError, AttributeError) as error:
+                bad.append((number, f"not a record: {error}"))
+                continue
+            by_key.pop(record.case.key, None)
+            by_key[record.case.key] = record
+    return RecordFile(tuple(by_key.values()), tuple(bad))
+
+
+def as_direction(text: str) -> Direction:
+    if text not in DIRECTIONS:
+        raise ValueError(f"direction {text!r} is none of {', '.join(DIRECTIONS)}")
+    return cast("Direction", text)
+
+
+def failing(records: Iterable[Record]) -> list[Record]:
+    """The records that make a sweep fail: wrong, failed, timed out, out of memory."""
+    return [record for record in records if record.status not in NEUTRAL_STATUSES]

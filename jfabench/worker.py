@@ -1,0 +1,333 @@
+"""The process that visits one shape: builds inputs and oracle, checks every provider, then times those that are right.
+
+It reads a job (one JSON object) from standard input and writes events (one JSON object a line) to the file descriptor
+named on its command line; standard output and error stay free for whatever providers print. Events:
+
+    {"event": "phase", "case": <key or null>, "phase": "inputs" | "oracle" | "prepare" | "check" | "warmup" | "measure"}
+    {"event": "record", "record": {...}}
+    {"event": "done"}
+
+A phase is announced before it begins, so whoever reads the events knows what a worker that dies or hangs was doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from jfabench.operator import Call, Operator, case_facts, load_operator, load_providers
+from jfabench.policy import MeasurePolicy
+from jfabench.ranges import nvtx_range
+from jfabench.records import Case, Direction, Measurement, Record, Status
+
+EXIT_DEVICE_LOST = 75
+"""The exit code of a worker that gives up because the device answers nothing but errors; a fresh one may go on."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Cases of one shape, to be measured on one device (`"cpu"`, `"cuda"` or `"cuda:N"`)."""
+
+    cases: tuple[Case, ...]
+    device: str
+    policy: MeasurePolicy
+    spawned: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "cases": [case.to_json() for case in self.cases],
+            "device": self.device,
+            "policy": self.policy.model_dump(),
+            "spawned": self.spawned,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Job:
+        cases = tuple(Case.from_json(case) for case in data["cases"])
+        return cls(cases, data["device"], MeasurePolicy.model_validate(data["policy"]), data["spawned"])
+
+
+@dataclass
+class Emitter:
+    """Writes events, and keeps account of the time spent outside warm-up and measuring."""
+
+    stream: TextIO
+    phase_name: str = "start"
+    since: float = field(default_factory=time.time)
+    spent: dict[str, float] = field(default_factory=dict)
+
+    def phase(self, case: Case | None, phase: str) -> None:
+        self._account(phase)
+        self._write({"event": "phase", "case": case.key if case else None, "phase": phase})
+
+    def record(self, record: Record) -> None:
+        self._write({"event": "record", "record": record.to_json()})
+
+    def done(self) -> None:
+        self._write({"event": "done"})
+
+    def _account(self, phase: str) -> None:
+        now = time.time()
+        self.spent[self.phase_name] = self.spent.get(self.phase_name, 0.0) + now - self.since
+        self.phase_name, self.since = phase, now
+
+    def overhead(self) -> float:
+        """Seconds since the process was asked for that were neither warm-up nor measured calls."""
+        self._account(self.phase_name)
+        return sum(seconds for name, seconds in self.spent.items() if name not in ("warmup", "measure"))
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        self.stream.write(json.dumps(event) + "\n")
+        self.stream.flush()
+
+
+class DeviceLostError(RuntimeError):
+    """The device answers every call with an error: only a new process can use it again."""
+
+
+def run_job(job: Job, emit: Emitter) -> None:
+    """Emits one record for each case of the job, in an order that keeps what is known as soon as it is known."""
+    kind = job.device.split(":")[0]
+    emit.since = job.spawned or emit.since
+    operator = load_operator(job.cases[0].operator)
+    params = operator.parse(job.cases[0].params)
+    blank = _blank_records(job, operator)
+    overhead = _OverheadShare(emit, len(job.cases))
+
+    def finish(case: Case, status: Status, reason: str = "", **values: Any) -> None:
+        emit.record(
+            replace(blank[case], status=status, reason=reason, when=_now(), overhead_seconds=overhead.take(), **values)
+        )
+
+    providers = load_providers(operator.name).by_name
+    possible: list[Case] = []
+    for case in job.cases:
+        provider = providers[case.provider]
+        if missing := provider.unavailable(kind):
+            finish(case, "unavailable", str(missing))
+        elif reason := provider.unsupported(params, case.direction):
+            finish(case, "unsupported", reason)
+        else:
+            possible.append(case)
+    if not possible:
+        return
+
+    try:
+        emit.phase(None, "inputs")
+        _select_device(job.device)
+        with nvtx_range("inputs"):
+            inputs = operator.make_inputs(params, job.cases[0].seed, kind)
+        emit.phase(None, "oracle")
+        directions: list[Direction] = sorted({case.direction for case in possible})
+        with nvtx_range("oracle"):
+            expected = operator.oracle(inputs, directions)
+    except Exception as error:
+        status, reason = describe_failure(error)
+        for case in possible:
+            finish(case, status, f"before any provider ran: {reason}")
+        return
+
+    ready: dict[Case, Call] = {}
+    for case in possible:
+        try:
+            emit.phase(case, "prepare")
+            with nvtx_range(f"prepare/{case.provider}/{case.direction}"):
+                call = providers[case.provider].prepare(inputs, case.direction)
+            emit.phase(case, "check")
+            with nvtx_range(f"check/{case.provider}/{case.direction}"):
+                checks = _check(operator, call, inputs, expected, case.direction, kind)
+        except Exception as error:
+            status, reason = describe_failure(error)
+            finish(case, status, reason)
+            del error
+            _free()
+            _require_device(kind)
+            continue
+        blank[case] = replace(blank[case], checks=checks)
+        wrong = [f"{check.tensor}: {check.detail or _distance(check)}" for check in checks if not check.passed]
+        if wrong or not checks:
+            finish(case, "wrong", "; ".join(wrong) or "it returned no tensor that the operator knows")
+        else:
+            ready[case] = call
+    del expected
+    _free()
+
+    for direction in directions:
+        calls = {case: ready.pop(case) for case in list(ready) if case.direction == direction}
+        _measure(calls, job, kind, emit, finish)
+        _require_device(kind)
+
+
+def _measure(calls: dict[Case, Call], job: Job, kind: str, emit: Emitter, finish: Any) -> None:
+    from jfabench import env
+    from jfabench.measure import make_sampler, measure_interleaved
+
+    if not calls:
+        return
+    by_key = {case.key: case for case in calls}
+    before = env.clocks(kind)
+    emit.phase(None, "measure")
+    sampler = make_sampler(job.policy.mode_on(kind), kind)
+    with nvtx_range("measure"):
+        outcomes = measure_interleaved(
+            {case.key: _in_range(case, call) for case, call in calls.items()},
+            sampler,
+            job.policy,
+            on_phase=lambda key, phase: emit.phase(by_key[key], phase),
+        )
+    emit.phase(None, "finish")
+    after = env.clocks(kind)
+    clocks = {"before": before, "after": after, "throttled": env.throttled(before, after)}
+    for key, outcome in outcomes.items():
+        if isinstance(outcome, Measurement):
+            finish(by_key[key], "ok", measurement=outcome, clocks=clocks)
+        else:
+            status, reason = describe_failure(outcome)
+            finish(by_key[key], status, f"while it was timed: {reason}", clocks=clocks)
+
+
+def _in_range(case: Case, call: Call) -> Any:
+    """The timed call inside its NVTX range, so that a profiler attached to the worker can filter by case."""
+    name = f"{case.provider}/{case.direction}"
+
+    def run() -> Any:
+        with nvtx_range(name):
+            return call.run()
+
+    return run
+
+
+def _check(operator: Operator, call: Call, inputs: Any, expected: Any, direction: Direction, kind: str) -> Any:
+    from jfabench.check import poisoned_allocations
+
+    with poisoned_allocations():
+        raw = call.run()
+        _synchronize(kind)  # an asynchronous fault surfaces here, at the case that caused it
+    return operator.check(call.results(raw), expected, direction)
+
+
+@dataclass
+class _OverheadShare:
+    """Splits the time outside measuring over the cases: each takes what was spent since the last one finished."""
+
+    emit: Emitter
+    cases: int
+    taken: float = 0.0
+
+    def take(self) -> float:
+        total = self.emit.overhead()
+        share, self.taken = total - self.taken, total
+        return share
+
+
+def _blank_records(job: Job, operator: Operator) -> dict[Case, Record]:
+    from jfabench import env
+
+    machine = env.environment(job.device.split(":")[0])
+    blank: dict[Case, Record] = {}
+    for case in job.cases:
+        work, facts = case_facts(operator, case)
+        blank[case] = Record(case, "failed", _now(), env=machine, inputs=facts, work=work)
+    return blank
+
+
+def describe_failure(error: BaseException) -> tuple[Status, str]:
+    """Classifies an exception of a provider, and says in one line what it was and where it came from."""
+    text = " ".join(str(error).split()) or "no message"
+    name = type(error).__name__
+    out_of_memory = (
+        isinstance(error, MemoryError)
+        or name == "OutOfMemoryError"
+        or "out of memory" in text.lower()
+        or "can't allocate memory" in text
+    )
+    frame = traceback.extract_tb(error.__traceback__)[-1:] if error.__traceback__ else []
+    where = f" (at {Path(frame[0].filename).name}:{frame[0].lineno})" if frame else ""
+    limit = 600
+    shown = text if len(text) <= limit else f"{text[:limit]}…"
+    return ("oom" if out_of_memory else "failed"), f"{name}: {shown}{where}"
+
+
+def _distance(check: Any) -> str:
+    return f"max |error| {check.max_abs:.3g} exceeds {check.limit:.3g}, relative norm {check.rel_norm:.3g}"
+
+
+def _select_device(device: str) -> None:
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.set_device(int(device.partition(":")[2] or 0))
+
+
+def _synchronize(kind: str) -> None:
+    if kind == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _require_device(kind: str) -> None:
+    """Raises `DeviceLostError` when an earlier fault left the CUDA context unusable, as an illegal address does."""
+    try:
+        _synchronize(kind)
+    except Exception as error:
+        raise DeviceLostError(str(error)) from None
+
+
+def _free() -> None:
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+
+def _limit_memory(kind: str) -> None:
+    """On a CPU an allocation beyond the machine's memory must raise, not wake the kernel's out-of-memory killer."""
+    if kind == "cpu":
+        import resource
+
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        resource.setrlimit(resource.RLIMIT_DATA, (physical, physical))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@contextlib.contextmanager
+def _events(descriptor: int) -> Iterator[Emitter]:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        yield Emitter(stream)
+
+
+def main(argv: Sequence[str]) -> int:
+    job = Job.from_json(json.load(sys.stdin))
+    _limit_memory(job.device.split(":")[0])
+    with _events(int(argv[0])) as emit:
+        try:
+            run_job(job, emit)
+        except DeviceLostError as error:
+            print(f"device lost: {error}", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(EXIT_DEVICE_LOST)
+        emit.done()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        emit.stream.flush()
+        # Interpreter shutdown unloads CUDA modules one by one, seconds that belong to no case.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

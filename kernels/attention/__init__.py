@@ -1,0 +1,1 @@
+"""Jagged flash attention: the public function is :func:`jfabench.kernels.jagged_flash_attention`."""

@@ -1,0 +1,289 @@
+"""From tensors to launches: configurations, tile lists, grids. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from . import config as configs
+from .bwd_triton import broadcast_dq_kernel, delta_kernel, dkdv_kernel, dq_kernel
+from .config import Config
+from .fwd_triton import forward_kernel
+from .interpret import is_interpreted, run_kernel
+from .tiles import Sequences, build_tiles
+from .tune import fastest
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Window bounds as kernels take them: None where unbounded."""
+
+    left: int | None
+    right: int | None
+
+    @classmethod
+    def from_window(cls, left: int, right: int, rows_q: int, rows_k: int) -> Mask:
+        """Drop a bound that no pair can reach, so that it costs nothing."""
+        return cls(
+            left=None if left < 0 or left >= rows_k else left,
+            right=None if right < 0 or right >= rows_q else right,
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What all kernels of one call have in common."""
+
+    q: Tensor  # [total_q or M, H, D]
+    k: Tensor  # [total_k, H_kv, D]
+    v: Tensor  # [total_k, H_kv, D]
+    sequences: Sequences
+    sm_scale: float
+    mask: Mask
+    deterministic: bool
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+
+def make_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_offsets: Tensor,
+    q_offsets: Tensor | None,
+    sm_scale: float,
+    window: tuple[int, int],
+    deterministic: bool,
+) -> Problem:
+    """Bundle checked arguments; ``q_offsets`` None means broadcast queries."""
+    if not (q.is_cuda or is_interpreted(forward_kernel)):
+        raise RuntimeError(
+            f"jagged_flash_attention runs on CUDA tensors, got {q.device}: to run on the CPU, set TRITON_INTERPRET=1 in the "
+            "environment before Python starts."
+        )
+    sequences = Sequences(q_offsets, k_offsets, q.shape[0], k.shape[0])
+    mask = Mask.from_window(*window, q.shape[0], k.shape[0])
+    return Problem(q, k, v, sequences, sm_scale, mask, deterministic)
+
+
+def forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """``out`` ``[rows, H, D]`` and ``lse`` ``[H, rows]``."""
+    q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
+    rows = sequences.rows
+    out = q.new_empty((rows, problem.heads, problem.head_dim))
+    lse = q.new_empty((problem.heads, rows), dtype=torch.float32)
+
+    def launch(config: Config) -> None:
+        tiles = build_tiles(sequences, config.block_m)
+        programs = tiles.programs(_programs_wanted(q.device, problem.heads))
+        run_kernel(
+            forward_kernel,
+            (programs, problem.heads),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            tiles.entries,
+            rows,
+            problem.sm_scale * math.log2(math.e),
+            problem.mask.left,
+            problem.mask.right,
+            **_compile_options(problem, config),
+        )
+
+    with _on_device(q):
+        launch(_choose("forward", configs.FORWARD, problem, launch))
+    return out, lse
+
+
+def backward(
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, *, need_dq: bool, need_dkdv: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``dq, dk, dv``, shaped like ``q``, ``k``, ``v``; None where not needed."""
+    dq = dk = dv = None
+    with _on_device(dout):
+        delta, lse2 = _row_statistics(out, lse, dout)
+        if need_dkdv:
+            dk, dv = _dkdv(problem, dout, lse2, delta)
+        if need_dq:
+            dq = (_broadcast_dq if problem.sequences.broadcast else _dq)(problem, dout, lse2, delta)
+    return dq, dk, dv
+
+
+def _row_statistics(out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+    rows, heads, head_dim = out.shape
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    block = 64
+    grid = (triton.cdiv(rows, block), heads)
+    run_kernel(delta_kernel, grid, out, dout, lse, delta, lse2, rows, D=head_dim, BLOCK=block, num_warps=4)
+    return delta, lse2
+
+
+def _dkdv(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    heads = k.shape[1]
+
+    def launch(config: Config) -> None:
+        tiles = build_tiles(sequences, config.block_n, over_keys=True)
+        run_kernel(
+            dkdv_kernel,
+            (tiles.programs(_programs_wanted(q.device, heads)), heads),
+            q,
+            k,
+            v,
+            dout,
+            lse2,
+            delta,
+            dk,
+            dv,
+            tiles.entries,
+            sequences.rows,
+            problem.sm_scale,
+            problem.mask.left,
+            problem.mask.right,
+            **_compile_options(problem, config),
+        )
+
+    launch(_choose("dkdv", configs.DKDV, problem, launch))
+    return dk, dv
+
+
+def _dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
+    q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
+    dq = torch.empty_like(q)
+
+    def launch(config: Config) -> None:
+        tiles = build_tiles(sequences, config.block_m)
+        run_kernel(
+            dq_kernel,
+            (tiles.programs(_programs_wanted(q.device, problem.heads)), problem.heads),
+            q,
+            k,
+            v,
+            dout,
+            lse2,
+            delta,
+            dq,
+            tiles.entries,
+            sequences.rows,
+            problem.sm_scale,
+            problem.mask.left,
+            problem.mask.right,
+            **_compile_options(problem, config),
+        )
+
+    launch(_choose("dq", configs.DQ, problem, launch))
+    return dq
+
+
+def _broadcast_dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
+    q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
+    by_length = build_tiles(sequences, sequences.M)  # one tile a sequence
+
+    def launch(config: Config) -> Tensor:
+        blocks = triton.cdiv(sequences.M, config.block_m)
+        shares = min(sequences.batch, max(1, _resident_programs(q.device, config) // (blocks * problem.heads)))
+        partial = q.new_empty((shares, *q.shape), dtype=torch.float32)
+        run_kernel(
+            broadcast_dq_kernel,
+            (blocks, problem.heads, shares),
+            q,
+            k,
+            v,
+            dout,
+            lse2,
+            delta,
+            partial,
+            by_length.entries,
+            sequences.rows,
+            sequences.M,
+            problem.sm_scale,
+            problem.mask.left,
+            problem.mask.right,
+            **_compile_options(problem, config),
+        )
+        return partial
+
+    return launch(_choose("dq", configs.DQ, problem, launch)).sum(0).to(q.dtype)
+
+
+def _compile_options(problem: Problem, config: Config) -> dict[str, int]:
+    return dict(
+        GROUP=problem.group,
+        D=problem.head_dim,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _choose(
+    kernel: str, candidates: tuple[Config, ...], problem: Problem, launch: Callable[[Config], object]
+) -> Config:
+    if is_interpreted(forward_kernel):
+        return configs.INTERPRETED
+    device = problem.q.device
+    limit = _properties(device).shared_memory_per_block_optin
+    usable = [config for config in candidates if configs.fits(config, problem.head_dim, kernel, limit)]
+    if problem.deterministic:
+        return usable[0]
+    sequences, mask = problem.sequences, problem.mask
+    mean_q = sequences.rows // sequences.batch
+    mean_k = sequences.total_k // sequences.batch
+    key = (
+        kernel,
+        device.index,
+        problem.q.dtype,
+        problem.head_dim,
+        problem.group,
+        sequences.broadcast,
+        (mask.left is None, mask.right is None),
+        mean_q.bit_length(),
+        mean_k.bit_length(),
+    )
+    return fastest(key, usable, launch)
+
+
+@functools.cache
+def _properties(device: torch.device) -> object:
+    return torch.cuda.get_device_properties(device)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return _properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _programs_wanted(device: torch.device, heads: int) -> int:
+    """Enough walkers of a tile list to fill the device several times over, so that the hardware evens out the load."""
+    return triton.cdiv(8 * _multiprocessors(device), heads)
+
+
+def _resident_programs(device: torch.device, config: Config) -> int:
+    """Programs that run at once: registers allow two of four warps on a multiprocessor, one of eight."""
+    return _multiprocessors(device) * max(1, 8 // config.num_warps)
+
+
+def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,1 @@
+"""Device functions (`@triton.jit`) that several kernels share."""

@@ -1,0 +1,1 @@
+"""What is measured: one module per operator, its providers in `providers/`."""

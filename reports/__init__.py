@@ -1,0 +1,1 @@
+"""Records -> rows -> charts -> one HTML page. Reads records and result folders only; never torch, never an operator."""

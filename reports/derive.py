@@ -1,0 +1,298 @@
+"""Records -> one tidy row per case, and geometric means over a grid. Every number of a report is computed here.
+
+Definitions:
+
+- `median_s`, `low_s`, `high_s`: median of all samples and its 95% interval (`jfabench.reports.statistics`).
+- `tflops`: `work.flops / median / 1e12`; `bytes_per_s`: `work.bytes / median`.
+- `roofline_s = max(flops / peak FLOP/s, bytes / peak bytes/s)`; `roofline_fraction = roofline_s / median`.
+- `speedup`: baseline's median over this median, both of the same inputs and direction on the same GPU.
+
+Derived columns are filled for `ok` records only: a wrong result has no speed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from jfabench.folder import Ceilings
+from jfabench.records import STATUSES, Record, canonical_json
+from jfabench.reports.statistics import geometric_mean, medians, speedups
+
+CPU = "CPU"
+
+
+def table(records: Iterable[Record], ceilings: Ceilings | None = None, baseline: str | None = None) -> pd.DataFrame:
+    """One row per record, in the records' order.
+
+    The parameters stand between the columns `label` and `status`, under dotted names (`param_columns`). Error columns
+    are `<tensor>_rel` and `<tensor>_max_abs`. `flags` holds words separated by spaces: `throttled`, `imprecise` (a cap
+    ended sampling before the wanted precision), `single-round` (the interval cannot show drift), `unchecked` and
+    `partly-checked` (see `not_checked`), `above-roofline` (faster than the ceilings allow: one of the two is wrong).
+    """
+    rows = list(records)
+    frame = pd.DataFrame([_facts(record) for record in rows], columns=None if rows else _HEAD + ["status", "reason"])
+    frame = _ordered(frame, _param_names(rows))
+    ok = (frame["status"] == "ok").to_numpy(dtype=bool)
+
+    timing = medians([record.measurement.rounds if record.measurement else () for record in rows])
+    columns: dict[str, Any] = {
+        "median_s": timing.median,
+        "low_s": timing.low,
+        "high_s": timing.high,
+        "samples": timing.samples,
+        "rounds": timing.rounds,
+        "mode": [record.measurement.mode if record.measurement else "" for record in rows],
+        "stopped_by": [record.measurement.stopped_by if record.measurement else "" for record in rows],
+        "kernels_per_call": _floats(r.measurement.kernels_per_call if r.measurement else None for r in rows),
+    }
+
+    flops = _floats(record.work.flops if record.work else None for record in rows)
+    nbytes = _floats(record.work.bytes if record.work else None for record in rows)
+    median = np.where(ok, timing.median, np.nan)
+    columns |= {"flops": flops, "bytes": nbytes, "tflops": flops / median / 1e12, "bytes_per_s": nbytes / median}
+    floor = _roofline_seconds(rows, flops, nbytes, ceilings)
+    columns |= {
+        "roofline_s": floor,
+        "roofline_fraction": floor / median,
+        "ceiling_source": np.where(np.isnan(floor), "", ceilings.source if ceilings else ""),
+    }
+
+    base, note = _baseline_rows(rows, baseline)
+    ratios = speedups(timing, np.where(ok, base, -1))
+    columns |= {
+        "speedup": ratios.ratio,
+        "speedup_low": ratios.low,
+        "speedup_high": ratios.high,
+        "speedup_note": note,
+    }
+    columns |= _check_columns(rows)
+    columns["throttled"] = [" ".join(map(str, record.clocks.get("throttled") or ())) for record in rows]
+    columns["flags"] = _flags(rows, columns, ok)
+    columns |= _machine_columns(rows)
+    return pd.concat([frame, pd.DataFrame(columns, index=frame.index)], axis=1)
+
+
+def param_columns(rows: pd.DataFrame) -> list[str]:
+    """The names of the columns that hold parameters."""
+    names = list(rows.columns)
+    return names[names.index("label") + 1 : names.index("status")]
+
+
+def summary(rows: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
+    """Geometric means per direction and provider (and per value of the parameters in `by`, such as `lengths.fill`).
+
+    `speedup` is the mean over the `speedup_cases` shapes where this provider and the baseline are both ok, `roofline`
+    over its `roofline_cases`; `cases` counts the shapes of the grid (or of this slice of it) in this direction that any
+    provider has a record of. `complete` tells whether `speedup` is over all of them: means over different cases
+    do not compare. A column for each status counts this provider's records.
+    """
+    keys = ["direction", *by]
+    result = []
+    for place, group in rows.groupby(keys, sort=False, dropna=False):
+        cases = group["shape"].nunique()
+        for provider, mine in group.groupby("provider", sort=False):
+            ratio = mine["speedup"].dropna()
+            fraction = mine["roofline_fraction"].dropna()
+            status = mine["status"].value_counts()
+            result.append(
+                dict(zip(keys, place if isinstance(place, tuple) else (place,), strict=True))
+                | {
+                    "provider": provider,
+                    "speedup": geometric_mean(ratio),
+                    "speedup_cases": len(ratio),
+                    "roofline": geometric_mean(fraction),
+                    "roofline_cases": len(fraction),
+                    "cases": cases,
+                    "complete": len(ratio) == cases,
+                }
+                | {name: int(status.get(name, 0)) for name in STATUSES}
+            )
+    head = [*keys, "provider", "speedup", "speedup_cases", "roofline", "roofline_cases", "cases", "complete", *STATUSES]
+    return pd.DataFrame(result, columns=head)
+
+
+# One record's facts --------------------------------------------------------------------------------------------------
+
+_HEAD = ["operator", "provider", "direction", "seed", "shape", "label"]
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    case = record.case
+    return {
+        "operator": case.operator,
+        "provider": case.provider,
+        "direction": case.direction,
+        "seed": case.seed,
+        "shape": hashlib.sha256(case.shape_key.encode()).hexdigest()[:10],
+        "label": str(record.inputs.get("label", "")),
+        **flatten(case.params),
+        "status": record.status,
+        "reason": record.reason,
+    }
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings under dotted names. A list becomes its JSON text, a long one its length and a hash."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            flat |= flatten(item, f"{prefix}{key}.")
+        elif isinstance(item, list | tuple):
+            text = canonical_json(list(item))
+            digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+            flat[prefix + key] = text if len(text) <= 40 else f"{len(item)} values, sha256 {digest}"
+        else:
+            flat[prefix + key] = item
+    return flat
+
+
+def _param_names(records: Sequence[Record]) -> list[str]:
+    names: dict[str, None] = {}
+    for record in records:
+        names |= dict.fromkeys(flatten(record.case.params))
+    return list(names)
+
+
+def _ordered(frame: pd.DataFrame, params: Sequence[str]) -> pd.DataFrame:
+    """Parameters in place, and a label for records that bring none: whatever varies."""
+    frame = frame[[*_HEAD, *params, "status", "reason"]].copy()
+    missing = frame["label"] == ""
+    if missing.any():
+        varying = [name for name in params if frame[name].nunique(dropna=False) > 1]
+        shown = varying or list(params[:1])
+        texts = [" ".join(f"{n}={v}" for n, v in zip(shown, values, strict=True)) for values in frame[shown].to_numpy()]
+        frame.loc[missing, "label"] = pd.Series(texts, index=frame.index, dtype=object)[missing]
+    return frame
+
+
+def _floats(values: Iterable[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+# Comparisons ---------------------------------------------------------------------------------------------------------
+
+
+def gpu_name(env: Mapping[str, Any]) -> str:
+    """The GPU that an environment describes, `CPU` if it has none, empty if the environment is not known."""
+    return str(env.get("gpu") or CPU) if env else ""
+
+
+def same_device(one: str, other: str) -> bool:
+    """Whether two names mean the same kind of device: `H200` and `NVIDIA H200` do."""
+    a, b = set(one.lower().split()), set(other.lower().split())
+    return bool(a and b) and (a <= b or b <= a)
+
+
+def _roofline_seconds(records: Sequence[Record], flops: Any, nbytes: Any, ceilings: Ceilings | None) -> Any:
+    """The least time that the device needs; NaN where no ceiling for this device and dtype is known."""
+    if ceilings is None:
+        return np.full(len(records), np.nan)
+    on_device = {gpu: same_device(gpu, ceilings.device) for gpu in {gpu_name(record.env) for record in records}}
+    peak = _floats(
+        ceilings.flops.get(str(record.case.params.get("dtype"))) if on_device[gpu_name(record.env)] else None
+        for record in records
+    )
+    return np.where(np.isnan(peak), np.nan, np.maximum(flops / peak, nbytes / ceilings.bytes))
+
+
+def _baseline_rows(records: Sequence[Record], baseline: str | None) -> tuple[Any, list[str]]:
+    """For each record the index of the baseline's record to compare with (-1: none), and why there is none."""
+    if baseline is None:
+        return np.full(len(records), -1), ["no baseline chosen"] * len(records)
+    places = [(record.case.shape_key, record.case.direction) for record in records]
+    of_baseline = {place: row for row, place in enumerate(places) if records[row].case.provider == baseline}
+    indices, notes = [], []
+    for record, place in zip(records, places, strict=True):
+        row = of_baseline.get(place, -1)
+        note = ""
+        if row < 0:
+            note = f"{baseline} has no record of this case"
+        elif records[row].status != "ok":
+            note = f"{baseline} is {records[row].status}"
+        elif gpu_name(records[row].env) != gpu_name(record.env):
+            note = f"{baseline} ran on another GPU"
+        indices.append(-1 if note else row)
+        notes.append(note or ("the baseline" if record.case.provider == baseline else ""))
+    return np.array(indices, dtype=np.int64), notes
+
+
+# Checks, flags, machine ----------------------------------------------------------------------------------------------
+
+
+def _check_columns(records: Sequence[Record]) -> dict[str, Any]:
+    """Errors per tensor, whether all passed, and which tensors were not checked though another provider's were."""
+    tensors: dict[str, None] = {}
+    expected: dict[tuple[str, str], dict[str, None]] = {}
+    for record in records:
+        for check in record.checks:
+            tensors[check.tensor] = None
+            expected.setdefault((record.case.operator, record.case.direction), {})[check.tensor] = None
+    by_name = [{check.tensor: check for check in record.checks} for record in records]
+    columns: dict[str, Any] = {
+        "checks_passed": pd.array(
+            [all(c.passed for c in record.checks) if record.checks else None for record in records], dtype="boolean"
+        ),
+        "not_checked": [
+            " ".join(t for t in expected.get((record.case.operator, record.case.direction), {}) if t not in checks)
+            if record.status in ("ok", "wrong")
+            else ""
+            for record, checks in zip(records, by_name, strict=True)
+        ],
+    }
+    for tensor in tensors:
+        found = [checks.get(tensor) for checks in by_name]
+        columns[f"{tensor}_rel"] = _floats(check.rel_norm if check else None for check in found)
+        columns[f"{tensor}_max_abs"] = _floats(check.max_abs if check else None for check in found)
+    return columns
+
+
+def _flags(records: Sequence[Record], columns: Mapping[str, Any], ok: Any) -> list[str]:
+    tests = {
+        "throttled": np.array([bool(text) for text in columns["throttled"]], dtype=bool),
+        "imprecise": np.array([bool(s) and s != "precision" for s in columns["stopped_by"]], dtype=bool),
+        "single-round": columns["rounds"] == 1,
+        "unchecked": np.array([not record.checks for record in records], dtype=bool),
+        "partly-checked": np.array(
+            [bool(r.checks) and bool(n) for r, n in zip(records, columns["not_checked"], strict=True)], dtype=bool
+        ),
+        "above-roofline": columns["roofline_fraction"] > 1,
+    }
+    return [" ".join(f for f, test in tests.items() if ok[row] and test[row]) for row in range(len(records))]
+
+
+def _machine_columns(records: Sequence[Record]) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
+    nested = {
+        "clocks": [flatten({k: r.clocks.get(k) or {} for k in ("before", "after")}, "clocks.") for r in records],
+        "inputs": [flatten({k: v for k, v in r.inputs.items() if k != "label"}, "inputs.") for r in records],
+        "counters": [flatten(r.counters, "counters.") for r in records],
+    }
+    for dictionaries in nested.values():
+        for name in dict.fromkeys(name for dictionary in dictionaries for name in dictionary):
+            columns[name] = [dictionary.get(name) for dictionary in dictionaries]
+    columns["gpu"] = [gpu_name(record.env) for record in records]
+    columns["commit"] = [commit_name(record.env) for record in records]
+    columns["overhead_s"] = _floats(record.overhead_seconds for record in records)
+    columns["when"] = [record.when for record in records]
+    return columns
+
+
+def commit_name(env: Mapping[str, Any]) -> str:
+    """The short commit, with `+` where the work tree had changes."""
+    commit = env.get("commit")
+    return "" if not commit else str(commit)[:12] + ("+" if env.get("dirty") else "")
+
+
+def environments(records: Iterable[Record]) -> list[tuple[dict[str, Any], int]]:
+    """The distinct environments, and how many records each has, in order of appearance."""
+    counts: dict[str, int] = {}
+    for record in records:
+        text = canonical_json(dict(record.env))
+        counts[text] = counts.get(text, 0) + 1
+    return [(flatten(json.loads(text)), count) for text, count in counts.items()]

@@ -1,0 +1,191 @@
+"""Result folders -> everything that a report needs to know, whether the run was finished, killed or foreign."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from jfabench.folder import Ceilings, Manifest, ResultFolder
+from jfabench.records import NEUTRAL_STATUSES, Record, read_records
+from jfabench.reports import derive
+
+
+@dataclass(frozen=True)
+class Results:
+    """The merged contents of result folders.
+
+    `rows` is `derive.table` of `records`; `warnings` are sentences that a reader must know before believing a number;
+    `bad_lines` are `(file, line number, why)`.
+    """
+
+    folders: tuple[ResultFolder, ...]
+    target: ResultFolder
+    records: tuple[Record, ...]
+    manifest: Manifest | None
+    ceilings: Ceilings | None
+    baseline: str | None
+    rows: pd.DataFrame
+    environments: tuple[tuple[Mapping[str, Any], int], ...]
+    warnings: tuple[str, ...]
+    bad_lines: tuple[tuple[str, int, str], ...]
+
+    @property
+    def devices(self) -> list[str]:
+        return [name for name in self.rows["gpu"].unique() if name]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether any of the numbers comes from a CPU."""
+        return derive.CPU in self.devices or (not self.devices and self.manifest is not None and _is_cpu(self.manifest))
+
+    @property
+    def axes(self) -> list[str]:
+        """The parameters that the grid varies, slowest first; without a manifest, whatever does vary."""
+        params = derive.param_columns(self.rows)
+        varying = [name for name in params if self.rows[name].nunique(dropna=False) > 1]
+        if self.manifest is None:
+            return varying
+        named = [p for axis in self.manifest.axes for p in params if p == axis or p.startswith(f"{axis}.")]
+        return list(dict.fromkeys(named))
+
+
+def load(folders: Sequence[ResultFolder], target: ResultFolder | None = None) -> Results:
+    """Reads and merges folders; where a case occurs in several, the record of the last folder counts.
+
+    Raises `FileNotFoundError` where none of them holds a `records.jsonl`, `ValueError` for a file of a newer schema or a
+    damaged `run.json` or `ceilings.json`.
+    """
+    merged: dict[str, Record] = {}
+    bad: list[tuple[str, int, str]] = []
+    warnings: list[str] = []
+    found = [folder for folder in folders if folder.records.exists()]
+    if not found:
+        names = ", ".join(str(folder.root) for folder in folders)
+        raise FileNotFoundError(f"{names}: no records.jsonl; name a folder that `python -m jfabench sweep` wrote")
+    for folder in found:
+        file = read_records(folder.records)
+        for record in file.records:
+            merged.pop(record.case.key, None)
+            merged[record.case.key] = record
+        bad += [(str(folder.records), line, why) for line, why in file.bad_lines]
+        warnings += _unfinished(folder, len(file.records), len(found) > 1)
+    records = tuple(merged.values())
+    manifest = _merged_manifest([m for folder in found if (m := folder.read_manifest())])
+    baseline = manifest.baseline if manifest else None
+    all_ceilings = [c for folder in found if (c := folder.read_ceilings())]
+    ceilings = all_ceilings[0] if all_ceilings else None
+    rows = derive.table(records, ceilings, baseline)
+    environments = tuple(derive.environments(records))
+    results = Results(
+        tuple(found), target or found[0], records, manifest, ceilings, baseline, rows, environments, (), tuple(bad)
+    )
+    warnings += _doubts(results, all_ceilings)
+    return replace(results, warnings=tuple(warnings))
+
+
+def _is_cpu(manifest: Manifest) -> bool:
+    return manifest.device.split(":")[0] == "cpu"
+
+
+def _merged_manifest(manifests: Sequence[Manifest]) -> Manifest | None:
+    """The first one, with the axes and providers of all."""
+    if not manifests:
+        return None
+    axes = dict.fromkeys(axis for manifest in manifests for axis in manifest.axes)
+    providers = {name: text for manifest in reversed(manifests) for name, text in manifest.providers.items()}
+    ordered = {name: providers[name] for manifest in manifests for name in manifest.providers}
+    baseline = next((manifest.baseline for manifest in manifests if manifest.baseline), None)
+    return replace(manifests[0], axes=tuple(axes), providers=ordered, baseline=baseline)
+
+
+def _unfinished(folder: ResultFolder, records: int, several: bool) -> list[str]:
+    try:
+        manifest = folder.read_manifest()
+    except TypeError as error:
+        raise ValueError(f"{folder.manifest} is not a run of this version ({error}); move it away") from None
+    if manifest is None:
+        return [
+            f"{folder.root.name}: no run.json here, so which grid was asked for, and whether it is complete, is not known."
+        ]
+    if records >= manifest.cases:
+        return []
+    where = f"{folder.root.name}: " if several else ""
+    return [
+        f"{where}Unfinished: {records:,} of {manifest.cases:,} cases have a record. "
+        "The command of the run with --resume measures the rest."
+    ]
+
+
+def _doubts(results: Results, all_ceilings: Sequence[Ceilings]) -> list[str]:
+    rows, doubts = results.rows, []
+    if results.on_cpu:
+        doubts.append("Measured on a CPU: these times show that the code runs and is right; they are no performance result.")
+    if len(results.devices) > 1:
+        doubts.append(
+            f"More than one device is mixed here ({', '.join(results.devices)}): "
+            "compare numbers only within one. Speedups across devices are left blank."
+        )
+    for key in _differing(results.environments):
+        values = dict.fromkeys(str(env.get(key, "not recorded")) for env, _ in results.environments if env)
+        doubts.append(f"Records with different {key} are mixed: {', '.join(values)}.")
+    if len({(c.device, tuple(sorted(c.flops.items())), c.bytes) for c in all_ceilings}) > 1:
+        doubts.append("The folders bring different ceilings; the first folder's are used.")
+    if results.ceilings and not any(derive.same_device(d, results.ceilings.device) for d in results.devices):
+        doubts.append(
+            f"The ceilings are those of {results.ceilings.device}, which nothing here ran on: rooflines are left blank."
+        )
+    ok = rows[rows["status"] == "ok"]
+    doubts += [
+        f"{count:,} of {len(ok):,} measured cases {text}"
+        for flag, text in _FLAG_TEXTS.items()
+        if (count := int(ok["flags"].str.split().map(lambda words, flag=flag: flag in words).sum()))
+    ]
+    if len(ok) and results.baseline is not None:
+        for direction, group in rows.groupby("direction", sort=False):
+            base = group[(group["provider"] == results.baseline) & (group["status"] == "ok")]
+            if base.empty:
+                doubts.append(
+                    f"No speedups for {direction}: the baseline {results.baseline} has no ok record in that direction."
+                )
+    if rows["commit"].str.endswith("+").any():
+        doubts.append("Measured from a work tree with uncommitted changes (commit marked +): not reproducible from it.")
+    if results.bad_lines:
+        doubts.append(f"{len(results.bad_lines):,} lines of records.jsonl could not be read and are left out (see below).")
+    return doubts
+
+
+_FLAG_TEXTS = {
+    "throttled": "ran while the GPU was throttled (flag throttled): they may be too slow.",
+    "imprecise": "ended at a cap before the wanted precision was reached (flag imprecise).",
+    "single-round": "have a single round: their interval cannot show drift (flag single-round).",
+    "unchecked": "were not checked against the oracle (flag unchecked).",
+    "partly-checked": "have results that were not checked, though other providers' were (flag partly-checked).",
+    "above-roofline": "are faster than the ceilings allow: one of the two is wrong (flag above-roofline).",
+}
+
+# What must be equal for times to compare; names as in `Record.env`.
+_SOFTWARE = ("driver", "cuda", "torch", "triton", "flash_attn_4", "commit")
+
+
+def _differing(environments: Sequence[tuple[Mapping[str, Any], int]]) -> list[str]:
+    known = [env for env, _ in environments if env]
+    return [key for key in _SOFTWARE if len({str(env.get(key)) for env in known}) > 1]
+
+
+def write_table(results: Results) -> Path:
+    """Writes `results.csv`: all columns of all rows, floats with 10 significant digits."""
+    path = results.target.table
+    path.parent.mkdir(parents=True, exist_ok=True)
+    results.rows.to_csv(path, index=False, float_format="%.10g")
+    return path
+
+
+def not_ok(results: Results) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The rows without a right result: those that failed, and those never expected to give one here."""
+    rows = results.rows[results.rows["status"] != "ok"]
+    neutral = rows["status"].isin(NEUTRAL_STATUSES)
+    return rows[~neutral], rows[neutral]

@@ -1,0 +1,1 @@
+"""The sweeps that ship with jfabench, as YAML files."""

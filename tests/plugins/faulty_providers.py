@@ -1,0 +1,117 @@
+"""Providers that go wrong in every way that a sweep must survive, as another installed package would bring them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jfabench.operator import Call, Unavailable, load_providers
+
+
+def _reference(inputs: Any, direction: Any) -> Call:
+    return load_providers("jagged_attention").by_name["reference"].prepare(inputs, direction)
+
+
+def _changed(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Any, Any], Call]:
+    def prepare(inputs: Any, direction: Any) -> Call:
+        call = _reference(inputs, direction)
+        return Call(call.run, lambda raw: change(dict(call.results(raw))))
+
+    return prepare
+
+
+def _instead(action: Callable[[], Any]) -> Callable[[Any, Any], Call]:
+    def prepare(inputs: Any, direction: Any) -> Call:
+        call = _reference(inputs, direction)
+        return Call(action, call.results)
+
+    return prepare
+
+
+def _unwritten(inputs: Any, direction: Any) -> Call:
+    """Writes all rows but the last of every result into memory that it took uninitialised."""
+    import torch
+
+    call = _reference(inputs, direction)
+
+    def run() -> Any:
+        partial = {}
+        for name, tensor in call.results(call.run()).items():
+            partial[name] = torch.empty_like(tensor)
+            partial[name].view(-1)[:-1] = tensor.reshape(-1)[:-1]
+        return partial
+
+    return Call(run, lambda raw: raw)
+
+
+def _after_check(action: Callable[[], Any]) -> Callable[[Any, Any], Call]:
+    """Right when it is checked, then goes wrong while it is timed."""
+
+    def prepare(inputs: Any, direction: Any) -> Call:
+        call = _reference(inputs, direction)
+        calls = 0
+
+        def run() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 3:
+                action()
+            return call.run()
+
+        return Call(run, call.results)
+
+    return prepare
+
+
+def _raise() -> None:
+    raise RuntimeError("planted failure")
+
+
+def _allocate() -> Any:
+    import torch
+
+    return torch.ones(1 << 50, dtype=torch.uint8)
+
+
+def _print_and_exit() -> None:
+    print("last words of the provider", flush=True)
+    os._exit(7)
+
+
+@dataclass(frozen=True)
+class Faulty:
+    name: str
+    make: Callable[[Any, Any], Call]
+    operator: str = "jagged_attention"
+    summary: str = "goes wrong on purpose"
+
+    def unavailable(self, device: str) -> Unavailable | None:
+        return None
+
+    def unsupported(self, params: Any, direction: Any) -> str | None:
+        return None
+
+    def prepare(self, inputs: Any, direction: Any) -> Call:
+        return self.make(inputs, direction)
+
+
+PROVIDERS = (
+    Faulty("raises", _instead(_raise)),
+    Faulty("raises_late", _after_check(_raise)),
+    Faulty("wrong", _changed(lambda results: {name: -tensor for name, tensor in results.items()})),
+    Faulty("nan", _changed(lambda results: {name: tensor * float("nan") for name, tensor in results.items()})),
+    Faulty("unwritten", _unwritten),
+    Faulty("nothing", _changed(lambda results: {})),
+    Faulty("sleeps", _instead(lambda: time.sleep(3600))),
+    Faulty("sleeps_late", _after_check(lambda: time.sleep(3600))),
+    Faulty("exits", _instead(_print_and_exit)),
+    Faulty("exits_late", _after_check(_print_and_exit)),
+    Faulty("segfaults", _instead(lambda: os.kill(os.getpid(), signal.SIGSEGV))),
+    Faulty("killed", _instead(lambda: os.kill(os.getpid(), signal.SIGKILL))),
+    Faulty("allocates", _instead(_allocate)),
+    Faulty("slow", _after_check(lambda: time.sleep(0.3))),
+)
