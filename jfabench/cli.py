@@ -143,7 +143,7 @@ def _fail(message: object, code: int) -> int:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     from jfabench.operator import load_providers
-    from jfabench.run import FolderError, run_sweep
+    from jfabench.run import FolderError, Workers, run_sweep
     from jfabench.sweep import ConfigError, load_sweep
 
     if arguments.resume and not arguments.out:
@@ -192,10 +192,12 @@ def _sweep(arguments: argparse.Namespace) -> int:
                 listener=listener,
                 resume=arguments.resume,
                 retry_failed=arguments.retry_failed,
-                timeout=arguments.timeout,
+                workers=Workers(device, folder.root / "worker.log", arguments.timeout),
             )
     except FolderError as error:
         return _fail(error, MACHINE)
+    except OSError as error:
+        return _fail(f"{error}. What was measured is kept; the same command with --resume goes on", MACHINE)
     except KeyboardInterrupt:
         print("\ninterrupted: what was measured is kept; the same command with --resume goes on", file=sys.stderr)
         code = INTERRUPTED
@@ -306,6 +308,7 @@ def _shown(path: Path) -> str:
 
 def _list(_: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from jfabench.operator import OPERATOR_MODULES, load_providers
@@ -323,9 +326,9 @@ def _list(_: argparse.Namespace) -> int:
         for provider in providers.by_name.values():
             missing = provider.unavailable((device or "cpu").split(":")[0])
             text = f"{provider.summary}\n{missing}" if missing else provider.summary
-            table.add_row(provider.name, "no" if missing else "yes", text)
+            table.add_row(provider.name, "no" if missing else "yes", escape(text))
         for plugin in providers.broken:
-            table.add_row(plugin.name, "broken", plugin.why)
+            table.add_row(plugin.name, "broken", escape(plugin.why))
         console.print(table)
     console.print(f"sweep files: {', '.join(shipped())}", highlight=False)
     return OK
@@ -333,6 +336,7 @@ def _list(_: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from jfabench import doctor
@@ -346,7 +350,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
     colours = {"ok": "green", "warn": "yellow", "fail": "red", "absent": "dim"}
     for finding in findings:
         table.add_row(
-            finding.name, f"[{colours[finding.status]}]{finding.status}[/]", finding.detail, finding.remedy or ""
+            finding.name,
+            f"[{colours[finding.status]}]{finding.status}[/]",
+            escape(finding.detail),
+            escape(finding.remedy or ""),
         )
     Console().print(table)
     return FAILED if any(finding.status == "fail" for finding in findings) else OK

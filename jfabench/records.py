@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 SCHEMA = 1
 
@@ -207,12 +207,6 @@ def read_records(path: Path) -> RecordFile:
             by_key.pop(record.case.key, None)
             by_key[record.case.key] = record
     return RecordFile(tuple(by_key.values()), tuple(bad))
-
-
-def as_direction(text: str) -> Direction:
-    if text not in DIRECTIONS:
-        raise ValueError(f"direction {text!r} is none of {', '.join(DIRECTIONS)}")
-    return cast("Direction", text)
 
 
 def failing(records: Iterable[Record]) -> list[Record]:

@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,10 +82,12 @@ def open_log(folder: ResultFolder) -> Iterator[RecordLog]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise FolderError(
                 f"{folder.root}: another sweep is writing here; wait for it or choose another --out"
             ) from None
+        except OSError:
+            pass  # a file system without locks
         _cut_torn_tail(descriptor)
         yield RecordLog(folder.records, descriptor)
     finally:
@@ -122,65 +124,102 @@ class Visit:
     recorded: set[Case] = field(default_factory=set)
 
 
-def run_worker(
-    job: Job,
-    timeout: float,
-    log: Path,
-    listener: Listener,
-    command: Sequence[str] = (sys.executable, "-m", "jfabench.worker"),
-) -> Iterator[Record]:
-    """Runs one worker to its end and yields its records, then one for the case that it died at, if it died.
+class Workers:
+    """Worker processes for one device, one at a time, and on request the next one held ready.
 
-    Args:
-        timeout: seconds without any event after which the worker counts as hung and is killed.
-        log: file that collects what providers print.
+    Starting Python and importing torch takes seconds in which nothing is measured. A worker that waits for its job has
+    done that, and has not touched the GPU yet.
     """
-    cases = {case.key: case for case in job.cases}
-    visit = Visit()
-    read_end, write_end = os.pipe()
-    with log.open("ab") as output:
-        log_start = output.tell()
-        process = subprocess.Popen(
-            [*command, str(write_end)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            pass_fds=[write_end],
-            env=_worker_environment(job.device),
-            start_new_session=True,
-        )
-    os.close(write_end)
-    try:
-        _send(process, job)
-        for event in _events(read_end, process, timeout):
-            if event is None:
-                visit.status = "timeout"
-                visit.ended = f"nothing was heard for {timeout:g} s"
-                break
-            if event["event"] == "phase":
-                visit.current, visit.phase = cases.get(event["case"]), event["phase"]
-                listener.phase(visit.current, visit.phase)
-            elif event["event"] == "record":
-                record = Record.from_json(event["record"])
-                visit.recorded.add(record.case)
-                yield record
-            elif event["event"] == "done":
-                visit.done = True
-    finally:
-        os.close(read_end)
-        code = _end(process, wait=0.0 if visit.ended else 30.0)
-    if visit.done:
-        return
-    if not visit.ended:
-        visit.status, visit.ended = _explain_exit(code)
-    blamed = [visit.current] if visit.current else list(job.cases)
-    if visit.current in visit.recorded:
-        return  # it gave up after its last record (the device was lost): the rest gets a fresh worker
-    tail = _last_lines(log, log_start)
-    for case in blamed:
-        if case not in visit.recorded:
-            reason = f"{visit.ended} during {visit.phase!r}{tail}"
-            yield Record(case, visit.status, _now(), reason=reason)
+
+    def __init__(
+        self, device: str, log: Path, timeout: float, command: Sequence[str] = (sys.executable, "-m", "jfabench.worker")
+    ) -> None:
+        """`log` collects what providers print; `timeout` is how many seconds without an event count as a hang."""
+        self._device = device
+        self._log = log
+        self._timeout = timeout
+        self._command = command
+        self._waiting: _Worker | None = None
+
+    def hold_ready(self) -> None:
+        """Starts the next worker; not on a CPU, where that would disturb the measurement of the present one."""
+        if self._waiting is None and self._device != "cpu":
+            self._waiting = self._spawn()
+
+    def close(self) -> None:
+        if self._waiting is not None:
+            os.close(self._waiting.events)
+            _end(self._waiting.process, 0.0)
+            self._waiting = None
+
+    def run(self, job: Job, listener: Listener) -> Iterator[Record]:
+        """Runs one worker to its end and yields its records, then one for the case that it died at, if it died."""
+        worker, self._waiting = self._waiting or self._spawn(), None
+        return self._visit(worker, job, listener)
+
+    def _visit(self, worker: _Worker, job: Job, listener: Listener) -> Iterator[Record]:
+        log_start = self._log.stat().st_size
+        visit = Visit()
+        cases = {case.key: case for case in job.cases}
+        patience = 0.0  # an interruption or a time-out kills it at once
+        try:
+            _send(worker.process, job)
+            for event in _events(worker.events, worker.process, self._timeout):
+                if event is None:
+                    visit.status = "timeout"
+                    visit.ended = f"nothing was heard for {self._timeout:g} s"
+                    break
+                if event["event"] == "phase":
+                    visit.current, visit.phase = cases.get(event["case"]), event["phase"]
+                    listener.phase(visit.current, visit.phase)
+                elif event["event"] == "record":
+                    record = Record.from_json(event["record"])
+                    visit.recorded.add(record.case)
+                    yield record
+                elif event["event"] == "done":
+                    visit.done = True
+            else:
+                patience = 30.0
+        finally:
+            os.close(worker.events)
+            code = _end(worker.process, patience)
+        if not visit.done:
+            yield from self._records_of_a_death(job, visit, code, log_start)
+
+    def _spawn(self) -> _Worker:
+        read_end, write_end = os.pipe()
+        try:
+            with self._log.open("ab") as output:
+                process = subprocess.Popen(
+                    [*self._command, str(write_end)],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[write_end],
+                    env=_worker_environment(self._device),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(write_end)
+        return _Worker(process, read_end)
+
+    def _records_of_a_death(self, job: Job, visit: Visit, code: int, log_start: int) -> Iterator[Record]:
+        if not visit.ended:
+            visit.status, visit.ended = _explain_exit(code)
+        if code == EXIT_DEVICE_LOST and visit.recorded:
+            return  # it has recorded the case that broke the device and gave up: the rest gets a fresh worker
+        blamed = [visit.current] if visit.current else list(job.cases)
+        tail = _last_lines(self._log, log_start)
+        for case in blamed:
+            if case not in visit.recorded:
+                yield Record(case, visit.status, _now(), reason=f"{visit.ended} during {visit.phase!r}{tail}")
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    events: int
+    """The file descriptor to read its events from."""
 
 
 def _worker_environment(device: str) -> dict[str, str]:
@@ -264,34 +303,35 @@ def run_sweep(
     listener: Listener,
     resume: bool = False,
     retry_failed: bool = False,
-    timeout: float = 300.0,
-    worker: Callable[..., Iterator[Record]] = run_worker,
+    workers: Workers,
 ) -> list[Record]:
     """Measures every case of `sweep` that the folder does not hold yet, and returns all records of the sweep.
 
     Raises:
         FolderError: the folder holds another run, is in use, or cannot be written. Nothing measured is lost.
     """
-    with open_log(folder) as log:
+    with closing(workers), open_log(folder) as log:
         known = {record.case: record for record in read_records(folder.records).records}
         _start(sweep, folder, known, device, command_line, summaries, resume)
         finished = {case: r for case, r in known.items() if not (retry_failed and r.status != "ok")}
         result = {case: finished[case] for case in sweep.cases if case in finished}
         for record in result.values():
             listener.record(record)
-        for _, group in itertools.groupby(sweep.cases, key=lambda case: case.shape_key):
-            remaining = [case for case in group if case not in result]
+        left = [case for case in sweep.cases if case not in result]
+        shapes = [list(group) for _, group in itertools.groupby(left, key=lambda case: case.shape_key)]
+        for number, remaining in enumerate(shapes, start=1):
             while remaining:
-                job = Job(tuple(remaining), device, sweep.config.measure, time.time())
-                for record in worker(job, timeout, folder.root / "worker.log", listener):
+                records = workers.run(Job(tuple(remaining), device, sweep.config.measure, time.time()), listener)
+                if number < len(shapes):
+                    workers.hold_ready()
+                for record in records:
                     record = _completed(record, result, folder)
                     log.append(record)
                     result[record.case] = record
                     listener.record(record)
-                left = [case for case in remaining if case not in result]
-                if len(left) == len(remaining):
+                before, remaining = len(remaining), [case for case in remaining if case not in result]
+                if len(remaining) == before:
                     raise RuntimeError("a worker ended without a record; see worker.log in the result folder")
-                remaining = left
         return list(result.values())
 
 

@@ -152,30 +152,30 @@ class _Source:
             raise ConfigError(
                 f"{path}: expected a mapping with at least `operator` and `providers`, found {_kind(data)}"
             )
-        self.lines: dict[KeyPath, int] = {}
+        self.lines: dict[str, int] = {}  # by dotted key: an axis `a.b` stands in the file as one key
         self._index(node, ())
         self.data: dict[str, Any] = data
 
     def _index(self, node: Any, path: KeyPath) -> None:
         if isinstance(node, yaml.MappingNode):
+            first: dict[str, int] = {}
             for key, value in node.value:
-                here = (*path, str(key.value))
-                if here in self.lines:
-                    line = key.start_mark.line + 1
+                here, line = (*path, str(key.value)), key.start_mark.line + 1
+                if key.value in first:
                     raise ConfigError(
-                        f"{self.path}:{line}: key `{_dotted(here)}` occurs twice (first on line {self.lines[here]})"
+                        f"{self.path}:{line}: key `{_dotted(here)}` occurs twice (first on line {first[key.value]})"
                     )
-                self.lines[here] = key.start_mark.line + 1
+                first[key.value] = self.lines[_dotted(here)] = line
                 self._index(value, here)
         elif isinstance(node, yaml.SequenceNode):
             for number, value in enumerate(node.value):
-                self.lines[(*path, number)] = value.start_mark.line + 1
+                self.lines[_dotted((*path, number))] = value.start_mark.line + 1
                 self._index(value, (*path, number))
 
     def error(self, key: KeyPath, message: str) -> ConfigError:
         """An error at `key`, or at the nearest enclosing key that stands in the file."""
         for length in range(len(key), -1, -1):
-            line = self.lines.get(key[:length])
+            line = self.lines.get(_dotted(key[:length]))
             if line is not None:
                 return ConfigError(f"{self.path}:{line}: `{_dotted(key)}`: {message}")
         where = f"`{_dotted(key)}`: " if key else ""
@@ -339,9 +339,9 @@ def _expand(source: _Source, config: SweepConfig) -> Iterable[Case]:
         if not values:
             raise source.error(("axes", axis), "an axis needs at least one value")
     seen: set[str] = set()
-    for values in itertools.product(*config.axes.values()):
-        point = dict(zip(config.axes, values, strict=True))
-        params = _merged(config.params, point)
+    for chosen in itertools.product(*config.axes.values()):
+        point = dict(zip(config.axes, chosen, strict=True))
+        params = _merged(_merged({}, config.params), point)
         for override in config.overrides:
             if all(_matches(lookup(params, key), wanted) for key, wanted in override.when.items()):
                 params = _merged(params, override.set)

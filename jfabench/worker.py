@@ -28,7 +28,7 @@ from typing import Any, TextIO
 from jfabench.operator import Call, Operator, case_facts, load_operator, load_providers
 from jfabench.policy import MeasurePolicy
 from jfabench.ranges import nvtx_range
-from jfabench.records import Case, Direction, Measurement, Record, Status
+from jfabench.records import DIRECTIONS, Case, Direction, Measurement, Record, Status
 
 EXIT_DEVICE_LOST = 75
 """The exit code of a worker that gives up because the device answers nothing but errors; a fresh one may go on."""
@@ -59,15 +59,15 @@ class Job:
 
 @dataclass
 class Emitter:
-    """Writes events, and keeps account of the time spent outside warm-up and measuring."""
+    """Writes events, and keeps account of the seconds spent in each phase, by case (None: for all of them)."""
 
     stream: TextIO
-    phase_name: str = "start"
     since: float = field(default_factory=time.time)
-    spent: dict[str, float] = field(default_factory=dict)
+    present: tuple[str, Case | None] = ("start", None)
+    spent: dict[tuple[str, Case | None], float] = field(default_factory=dict)
 
     def phase(self, case: Case | None, phase: str) -> None:
-        self._account(phase)
+        self._account((phase, case))
         self._write({"event": "phase", "case": case.key if case else None, "phase": phase})
 
     def record(self, record: Record) -> None:
@@ -76,15 +76,25 @@ class Emitter:
     def done(self) -> None:
         self._write({"event": "done"})
 
-    def _account(self, phase: str) -> None:
+    def _account(self, following: tuple[str, Case | None]) -> None:
         now = time.time()
-        self.spent[self.phase_name] = self.spent.get(self.phase_name, 0.0) + now - self.since
-        self.phase_name, self.since = phase, now
+        self.spent[self.present] = self.spent.get(self.present, 0.0) + now - self.since
+        self.present, self.since = following, now
 
-    def overhead(self) -> float:
-        """Seconds since the process was asked for that were neither warm-up nor measured calls."""
-        self._account(self.phase_name)
-        return sum(seconds for name, seconds in self.spent.items() if name not in ("warmup", "measure"))
+    def overhead(self, case: Case, cases: int) -> float:
+        """Seconds so far that were neither warm-up nor measured calls: the case's own, and its share of the common."""
+        self._account(self.present)
+        own = sum(s for (phase, who), s in self.spent.items() if who == case and phase not in ("warmup", "measure"))
+        common = sum(s for (_, who), s in self.spent.items() if who is None)
+        return own + common / cases
+
+    def phases(self) -> str:
+        """The seconds of each phase, over all cases, for the log."""
+        self._account(self.present)
+        total: dict[str, float] = {}
+        for (phase, _), seconds in self.spent.items():
+            total[phase] = total.get(phase, 0.0) + seconds
+        return ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in total.items())
 
     def _write(self, event: Mapping[str, Any]) -> None:
         self.stream.write(json.dumps(event) + "\n")
@@ -102,11 +112,11 @@ def run_job(job: Job, emit: Emitter) -> None:
     operator = load_operator(job.cases[0].operator)
     params = operator.parse(job.cases[0].params)
     blank = _blank_records(job, operator)
-    overhead = _OverheadShare(emit, len(job.cases))
 
     def finish(case: Case, status: Status, reason: str = "", **values: Any) -> None:
+        overhead = emit.overhead(case, len(job.cases))
         emit.record(
-            replace(blank[case], status=status, reason=reason, when=_now(), overhead_seconds=overhead.take(), **values)
+            replace(blank[case], status=status, reason=reason, when=_now(), overhead_seconds=overhead, **values)
         )
 
     providers = load_providers(operator.name).by_name
@@ -128,7 +138,7 @@ def run_job(job: Job, emit: Emitter) -> None:
         with nvtx_range("inputs"):
             inputs = operator.make_inputs(params, job.cases[0].seed, kind)
         emit.phase(None, "oracle")
-        directions: list[Direction] = sorted({case.direction for case in possible})
+        directions = [d for d in DIRECTIONS if any(case.direction == d for case in possible)]
         with nvtx_range("oracle"):
             expected = operator.oracle(inputs, directions)
     except Exception as error:
@@ -216,20 +226,6 @@ def _check(operator: Operator, call: Call, inputs: Any, expected: Any, direction
     return operator.check(call.results(raw), expected, direction)
 
 
-@dataclass
-class _OverheadShare:
-    """Splits the time outside measuring over the cases: each takes what was spent since the last one finished."""
-
-    emit: Emitter
-    cases: int
-    taken: float = 0.0
-
-    def take(self) -> float:
-        total = self.emit.overhead()
-        share, self.taken = total - self.taken, total
-        return share
-
-
 def _blank_records(job: Job, operator: Operator) -> dict[Case, Record]:
     from jfabench import env
 
@@ -312,6 +308,10 @@ def _events(descriptor: int) -> Iterator[Emitter]:
 
 
 def main(argv: Sequence[str]) -> int:
+    # The slow imports first: a worker that is started ahead of its job waits for it with these done.
+    import jfabench.check
+    import jfabench.measure  # noqa: F401
+
     job = Job.from_json(json.load(sys.stdin))
     _limit_memory(job.device.split(":")[0])
     with _events(int(argv[0])) as emit:
@@ -322,6 +322,7 @@ def main(argv: Sequence[str]) -> int:
             sys.stderr.flush()
             os._exit(EXIT_DEVICE_LOST)
         emit.done()
+        print(f"{len(job.cases)} cases of {job.cases[0].operator}: {emit.phases()}")
         sys.stdout.flush()
         sys.stderr.flush()
         emit.stream.flush()

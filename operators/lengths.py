@@ -1,9 +1,13 @@
 """How long the sequences of a batch are: a small family of seeded generators, lists and files.
 
-A spec is a JSON object whose `kind` says which: `{kind: fill, max_len: 1024, fill: 0.5}`, `{kind: constant, length: 512}`,
-`{kind: lognormal, median: 200, sigma: 1.0, max_len: 4096}`, `{kind: zipf, exponent: 1.2, max_len: 4096}`,
-`{kind: list, values: [3, 0, 17]}`, `{kind: file, path: lengths.csv}`. The generators never draw 0 by themselves; `empty`
-makes that share of their sequences empty. The same spec, batch and seed always give the same lengths.
+A spec is an object whose `kind` says which, as in a sweep file:
+
+    {kind: fill, max_len: 1024, fill: 0.5}                       {kind: constant, length: 512}
+    {kind: lognormal, median: 200, sigma: 1.0, max_len: 4096}    {kind: zipf, exponent: 1.2, max_len: 4096}
+    {kind: list, values: [3, 0, 17]}                             {kind: file, path: lengths.csv, column: tokens}
+
+The generators never draw 0 by themselves; `empty` makes that share of their sequences empty. The same spec, batch and
+seed always give the same lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import math
 import numbers
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -141,9 +145,10 @@ class ZipfLengths(_Generated):
     max_len: int = Field(ge=1, le=2**24)
 
     def _draw(self, batch: int, rng: np.random.Generator) -> Lengths:
-        cumulative = np.cumsum(np.arange(1, self.max_len + 1, dtype=np.float64) ** -self.exponent)
-        drawn = np.searchsorted(cumulative, rng.random(batch) * cumulative[-1], side="right")
-        return np.minimum(drawn + 1, self.max_len).astype(np.int64)
+        weights = np.arange(1, self.max_len + 1, dtype=np.float64) ** -self.exponent
+        cumulative: npt.NDArray[np.float64] = np.cumsum(weights)
+        drawn: Lengths = np.searchsorted(cumulative, rng.random(batch) * cumulative[-1], side="right")
+        return np.clip(drawn + 1, 1, self.max_len).astype(np.int64)
 
     def _label(self) -> str:
         return f"N={self.max_len} zipf({self.exponent:g})"
@@ -233,9 +238,6 @@ LengthsSpec = Annotated[
     FillLengths | ConstantLengths | LognormalLengths | ZipfLengths | ListLengths | FileLengths,
     Field(discriminator="kind"),
 ]
-KINDS: tuple[str, ...] = tuple(
-    get_args(spec.model_fields["kind"].annotation)[0] for spec in get_args(get_args(LengthsSpec)[0])
-)
 
 
 def draw(spec: LengthsSpec, batch: int, seed: int, stream: int = 0) -> Lengths:
@@ -334,6 +336,7 @@ def _length(value: Any) -> int:
         raise ValueError("the length is missing")
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{value!r} is not a whole number of rows")
-    if not 0 <= value <= MAX_ROWS:
-        raise ValueError(f"{value} is not a length: expected 0 to {MAX_ROWS}")
-    return int(value)
+    length = int(value)
+    if not 0 <= length <= MAX_ROWS:
+        raise ValueError(f"{length} is not a length: expected 0 to {MAX_ROWS}")
+    return length

@@ -36,7 +36,7 @@ def table(records: Iterable[Record], ceilings: Ceilings | None = None, baseline:
     `partly-checked` (see `not_checked`), `above-roofline` (faster than the ceilings allow: one of the two is wrong).
     """
     rows = list(records)
-    frame = pd.DataFrame([_facts(record) for record in rows], columns=None if rows else _HEAD + ["status", "reason"])
+    frame = pd.DataFrame([_facts(record) for record in rows], columns=None if rows else [*_HEAD, "status", "reason"])
     frame = _ordered(frame, _param_names(rows))
     ok = (frame["status"] == "ok").to_numpy(dtype=bool)
 
@@ -179,21 +179,16 @@ def _floats(values: Iterable[float | None]) -> np.ndarray[Any, np.dtype[np.float
 
 
 def gpu_name(env: Mapping[str, Any]) -> str:
-    """The GPU that an environment describes, `CPU` if it has none, empty if the environment is not known."""
-    return str(env.get("gpu") or CPU) if env else ""
-
-
-def same_device(one: str, other: str) -> bool:
-    """Whether two names mean the same kind of device: `H200` and `NVIDIA H200` do."""
-    a, b = set(one.lower().split()), set(other.lower().split())
-    return bool(a and b) and (a <= b or b <= a)
+    """`NVIDIA H200`, or `CPU (<model>)`; empty where the environment is not known (its worker died at once)."""
+    cpu = f"{CPU} ({env['cpu']})" if env.get("cpu") else CPU
+    return str(env.get("gpu") or cpu) if env else ""
 
 
 def _roofline_seconds(records: Sequence[Record], flops: Any, nbytes: Any, ceilings: Ceilings | None) -> Any:
     """The least time that the device needs; NaN where no ceiling for this device and dtype is known."""
     if ceilings is None:
         return np.full(len(records), np.nan)
-    on_device = {gpu: same_device(gpu, ceilings.device) for gpu in {gpu_name(record.env) for record in records}}
+    on_device = {gpu: gpu == ceilings.device for gpu in {gpu_name(record.env) for record in records}}
     peak = _floats(
         ceilings.flops.get(str(record.case.params.get("dtype"))) if on_device[gpu_name(record.env)] else None
         for record in records

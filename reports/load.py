@@ -40,7 +40,9 @@ class Results:
     @property
     def on_cpu(self) -> bool:
         """Whether any of the numbers comes from a CPU."""
-        return derive.CPU in self.devices or (not self.devices and self.manifest is not None and _is_cpu(self.manifest))
+        if self.devices:
+            return any(name.startswith(derive.CPU) for name in self.devices)
+        return self.manifest is not None and self.manifest.device.split(":")[0] == "cpu"
 
     @property
     def axes(self) -> list[str]:
@@ -56,8 +58,8 @@ class Results:
 def load(folders: Sequence[ResultFolder], target: ResultFolder | None = None) -> Results:
     """Reads and merges folders; where a case occurs in several, the record of the last folder counts.
 
-    Raises `FileNotFoundError` where none of them holds a `records.jsonl`, `ValueError` for a file of a newer schema or a
-    damaged `run.json` or `ceilings.json`.
+    Raises `FileNotFoundError` where none of them holds a `records.jsonl`, `ValueError` for a file of a newer schema or
+    a damaged `run.json` or `ceilings.json`.
     """
     merged: dict[str, Record] = {}
     bad: list[tuple[str, int, str]] = []
@@ -87,10 +89,6 @@ def load(folders: Sequence[ResultFolder], target: ResultFolder | None = None) ->
     return replace(results, warnings=tuple(warnings))
 
 
-def _is_cpu(manifest: Manifest) -> bool:
-    return manifest.device.split(":")[0] == "cpu"
-
-
 def _merged_manifest(manifests: Sequence[Manifest]) -> Manifest | None:
     """The first one, with the axes and providers of all."""
     if not manifests:
@@ -109,7 +107,7 @@ def _unfinished(folder: ResultFolder, records: int, several: bool) -> list[str]:
         raise ValueError(f"{folder.manifest} is not a run of this version ({error}); move it away") from None
     if manifest is None:
         return [
-            f"{folder.root.name}: no run.json here, so which grid was asked for, and whether it is complete, is not known."
+            f"{folder.root.name}: no run.json here, so it is not known which grid was asked for, nor if it is complete."
         ]
     if records >= manifest.cases:
         return []
@@ -123,7 +121,9 @@ def _unfinished(folder: ResultFolder, records: int, several: bool) -> list[str]:
 def _doubts(results: Results, all_ceilings: Sequence[Ceilings]) -> list[str]:
     rows, doubts = results.rows, []
     if results.on_cpu:
-        doubts.append("Measured on a CPU: these times show that the code runs and is right; they are no performance result.")
+        doubts.append(
+            "Measured on a CPU: these times show that the code runs and is right; they are no performance result."
+        )
     if len(results.devices) > 1:
         doubts.append(
             f"More than one device is mixed here ({', '.join(results.devices)}): "
@@ -134,16 +134,15 @@ def _doubts(results: Results, all_ceilings: Sequence[Ceilings]) -> list[str]:
         doubts.append(f"Records with different {key} are mixed: {', '.join(values)}.")
     if len({(c.device, tuple(sorted(c.flops.items())), c.bytes) for c in all_ceilings}) > 1:
         doubts.append("The folders bring different ceilings; the first folder's are used.")
-    if results.ceilings and not any(derive.same_device(d, results.ceilings.device) for d in results.devices):
+    if results.ceilings and results.devices and results.ceilings.device not in results.devices:
         doubts.append(
             f"The ceilings are those of {results.ceilings.device}, which nothing here ran on: rooflines are left blank."
         )
     ok = rows[rows["status"] == "ok"]
-    doubts += [
-        f"{count:,} of {len(ok):,} measured cases {text}"
-        for flag, text in _FLAG_TEXTS.items()
-        if (count := int(ok["flags"].str.split().map(lambda words, flag=flag: flag in words).sum()))
-    ]
+    flags = [str(words).split() for words in ok["flags"]]
+    for flag, text in _FLAG_TEXTS.items():
+        if count := sum(flag in words for words in flags):
+            doubts.append(f"{count:,} of {len(ok):,} measured cases {text}")
     if len(ok) and results.baseline is not None:
         for direction, group in rows.groupby("direction", sort=False):
             base = group[(group["provider"] == results.baseline) & (group["status"] == "ok")]
@@ -151,10 +150,11 @@ def _doubts(results: Results, all_ceilings: Sequence[Ceilings]) -> list[str]:
                 doubts.append(
                     f"No speedups for {direction}: the baseline {results.baseline} has no ok record in that direction."
                 )
-    if rows["commit"].str.endswith("+").any():
+    if any(str(commit).endswith("+") for commit in rows["commit"]):
         doubts.append("Measured from a work tree with uncommitted changes (commit marked +): not reproducible from it.")
-    if results.bad_lines:
-        doubts.append(f"{len(results.bad_lines):,} lines of records.jsonl could not be read and are left out (see below).")
+    if number := len(results.bad_lines):
+        lines = "line" if number == 1 else "lines"
+        doubts.append(f"{number:,} {lines} of records.jsonl could not be read: left out, and named under Failures.")
     return doubts
 
 
@@ -168,12 +168,14 @@ _FLAG_TEXTS = {
 }
 
 # What must be equal for times to compare; names as in `Record.env`.
-_SOFTWARE = ("driver", "cuda", "torch", "triton", "flash_attn_4", "commit")
+_SOFTWARE = ("driver", "cuda", "torch", "flash_attn_4", "fa3_fwd", "jfabench", "commit")
+_PREFIXES = ("triton.", "variables.")
 
 
 def _differing(environments: Sequence[tuple[Mapping[str, Any], int]]) -> list[str]:
     known = [env for env, _ in environments if env]
-    return [key for key in _SOFTWARE if len({str(env.get(key)) for env in known}) > 1]
+    keys = dict.fromkeys(key for env in known for key in env if key in _SOFTWARE or key.startswith(_PREFIXES))
+    return [key for key in keys if len({str(env.get(key)) for env in known}) > 1]
 
 
 def write_table(results: Results) -> Path:

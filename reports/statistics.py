@@ -14,8 +14,10 @@ processes (memory layout) or between two days; comparing commits needs repeated 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,9 @@ _Z95 = 1.959964
 def t95(freedom: NDArray[np.int64]) -> Floats:
     """The two-sided 95% quantile of Student's t; NaN below one degree of freedom."""
     table = np.array((np.nan, *_T95))
-    beyond = _Z95 + (_Z95**3 + _Z95) / (4 * np.maximum(freedom, 1))  # Cornish-Fisher, within 5e-4 from 31 on
+    n = np.maximum(freedom, 1)
+    # Cornish and Fisher's expansion, within 1e-4 from 31 degrees of freedom on.
+    beyond = _Z95 + (_Z95**3 + _Z95) / (4 * n) + (5 * _Z95**5 + 16 * _Z95**3 + 3 * _Z95) / (96 * n**2)
     return np.where(freedom > len(_T95), beyond, table[np.clip(freedom, 0, len(_T95))])
 
 
@@ -154,6 +158,14 @@ def _order_interval(values: Floats, sizes: NDArray[np.int64], cases: NDArray[np.
     return low, high
 
 
+@cache
 def order_rank(samples: int) -> int:
-    """`r` such that the r-th smallest and r-th largest of independent samples enclose the median with >= 95%; 0: none."""
-    return max(0, int((samples + 1) / 2 - _Z95 / 2 * samples**0.5)) if samples > 5 else 0
+    """The largest r such that the r-th smallest and r-th largest of independent samples enclose the median with >= 95%.
+
+    0 where there is none: below six samples. Exact, from the binomial distribution.
+    """
+    outside, rank = 1, 0  # sequences of coin tosses with at most `rank` heads
+    while 40 * outside <= 2**samples:
+        rank += 1
+        outside += math.comb(samples, rank)
+    return rank

@@ -29,6 +29,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # jfabench may not be installed yet; what is used of it needs the standard library only
+
+from jfabench import doctor  # noqa: E402
+
 EXTRAS = ("dev", "parquet", "fa3", "fa4")
 
 TORCH = "torch==2.13.0"
@@ -142,12 +146,6 @@ def torch_is_met(torch: Torch, any_version: str) -> bool:
     return is_met(any_version) and not (torch.build == "cuda" and metadata.version("torch").endswith("+cpu"))
 
 
-def upstream_triton() -> bool:
-    """Whether upstream's triton is installed in this very environment, over or under fbtriton's files."""
-    here = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    return any(True for _ in metadata.distributions(name="triton", path=list(here)))
-
-
 def stamp_path() -> Path:
     return Path(sys.prefix) / "jfabench-setup"
 
@@ -165,7 +163,7 @@ def is_stamped(root: Path = ROOT) -> bool:
 
 
 def pip(*arguments: str, show: bool = False) -> None:
-    """Runs pip; with `show` a person at a terminal sees its progress. Raises `SetupError` with pip's words if it fails."""
+    """Runs pip; with `show`, a person at a terminal sees its progress. Raises `SetupError` if it fails."""
     command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check"]
     captured = not (show and sys.stdout.isatty())
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=captured, text=True, check=False)
@@ -225,22 +223,21 @@ def install_cpu_torch(torch: Torch) -> None:
     install(packages, *index)
 
 
-def put_fbtriton_in_place(requirement: str) -> None:
-    """Undoes an upstream triton that another pip run brought in. Removing it takes fbtriton's files along."""
-    print("set-up: upstream triton lies in fbtriton's folder; putting fbtriton back", flush=True)
-    pip("uninstall", "--yes", "triton")
-    pip("install", "--no-deps", "--force-reinstall", requirement)
-
-
-def find_requirement(needed: Iterable[str], name: str) -> str:
-    return next(requirement for requirement in needed if requirement.startswith(name))
+def repair_triton() -> None:
+    """Undoes an upstream triton that another run of pip brought in. One outside this environment may stay."""
+    owners = doctor.triton_owners([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    if doctor.repair_commands(owners):
+        try:
+            print(f"set-up: {doctor.repair_triton(owners=owners)}", flush=True)
+        except RuntimeError as problem:
+            raise SetupError(str(problem)) from None
 
 
 def set_up(extras: Sequence[str], asked_torch: str | None) -> None:
     gpu = has_gpu()
     torch = choose_torch(asked_torch, gpu)
     needed = requirements(extras)
-    any_torch = find_requirement(needed, "torch")
+    any_torch = next(requirement for requirement in needed if requirement.startswith("torch"))
 
     if problem := compiler_problem():
         if gpu:
@@ -252,12 +249,13 @@ def set_up(extras: Sequence[str], asked_torch: str | None) -> None:
         if not is_met(PIP):
             pip("install", "--upgrade", PIP)
         if torch_missing:
+            if torch.build == "cuda" and is_met(any_torch):
+                pip("uninstall", "--yes", "torch")  # to pip, 2.13.0+cpu is as good as 2.13.0
             install_torch(torch)
         if not all(map(is_met, needed)):
             # torch stays as it is, whatever the other packages would like.
             install(plan(f"torch=={metadata.version('torch')}", *needed))
-    if upstream_triton():
-        put_fbtriton_in_place(find_requirement(needed, "fbtriton"))
+    repair_triton()
     if not is_stamped():
         pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
         stamp_path().write_text(stamp())

@@ -8,13 +8,14 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$(realpath "${VENV:-$root/.venv}")
-tree=$root/.mypy_cache/tree
+tree=$(mktemp -d)
+trap 'rm -rf "$tree"' EXIT
 
-rm -rf "$tree"
-mkdir -p "$tree/jfabench"
+mkdir "$tree/jfabench"
 ln -s "$root"/jfabench/* "$root"/{kernels,operators,reports,sweeps} "$tree/jfabench/"
 ln -s "$root/scripts/install.py" "$tree/install.py"
 
+# No cache: with one, mypy does not see a new module that an unchanged file imports.
 cd "$tree"
-"$venv/bin/mypy" --config-file "$root/pyproject.toml" --cache-dir "$root/.mypy_cache" "$@" -p jfabench -m install |
+"$venv/bin/mypy" --config-file "$root/pyproject.toml" --cache-dir /dev/null "$@" -p jfabench -m install |
   sed -E 's#^jfabench/(kernels|operators|reports|sweeps)/#\1/#; s#^install.py#scripts/install.py#'

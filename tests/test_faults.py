@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -159,14 +160,31 @@ def test_resuming_with_another_policy_is_refused(config: Path, tmp_path: Path) -
 
 
 def test_a_full_disk_stops_the_sweep_with_one_sentence(config: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk: the second record fits only in part."""
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "records.jsonl").symlink_to("/dev/full")
-    done = sweep(config, out)
+    sweep(config, out)
+    whole = (out / "records.jsonl").read_bytes()
+    (out / "records.jsonl").unlink()
+    done = subprocess.run(
+        command(config, out, "--direction", "fwd", "--direction", "bwd"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) * 3 // 2, len(whole) * 3 // 2)),
+    )
     assert done.returncode == 3
-    assert "No space left" in done.stderr
+    assert "File too large" in done.stderr
     assert "--resume" in done.stderr
     assert "Traceback" not in done.stderr
+    kept = read_records(out / "records.jsonl")
+    assert [record.case.direction for record in kept.records] == ["fwd"]
+    assert kept.bad_lines == ()
+
+    resumed = sweep(config, out, "--direction", "fwd", "--direction", "bwd", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(read_records(out / "records.jsonl").records) == 2
 
 
 def test_an_output_that_cannot_be_written_is_told_before_anything_runs(config: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -66,71 +68,89 @@ def jagged_flash_attention(
     The gradients are those of FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691, section 3.1).
     """
     _check_data(q, k, v)
-    if broadcast_q:
-        _require(q_offsets is None, "q_offsets", "None with broadcast_q=True", "a tensor")
-        _require(q.shape[0] > 0, "q", "at least one query row (M > 0) with broadcast_q=True", "M == 0")
-    elif q_offsets is None:
-        _require(q.shape[0] == k.shape[0], "q_offsets", "a tensor, unless q and k have the same rows", "None")
+    if broadcast_q and q_offsets is not None:
+        _reject("q_offsets", "None with broadcast_q=True", "a tensor")
+    if broadcast_q and q.shape[0] == 0:
+        _reject("q", "at least one query row with broadcast_q=True", "M == 0")
+    if not broadcast_q and q_offsets is None:
+        if q.shape[0] != k.shape[0]:
+            _reject("q_offsets", "a tensor, since q and k have different numbers of rows", None)
         q_offsets = k_offsets
     _check_offsets("k_offsets", k_offsets, k, validate)
     if q_offsets is not None:
         _check_offsets("q_offsets", q_offsets, q, validate)
-        same = q_offsets.shape == k_offsets.shape
-        _require(same, "q_offsets", f"the shape of k_offsets, {_show(k_offsets)}", _show(q_offsets))
+        if q_offsets.shape != k_offsets.shape:
+            _reject("q_offsets", f"the shape of k_offsets, {list(k_offsets.shape)}", list(q_offsets.shape))
     rows = q.shape[0] * (k_offsets.shape[0] - 1) if broadcast_q else q.shape[0]
-    _require(rows <= MAX_ROWS, "q", f"at most {MAX_ROWS} output rows", rows)
+    if rows > MAX_ROWS:
+        _reject("q", f"at most {MAX_ROWS} output rows", rows)
     left, right = _check_window(window)
     if sm_scale is None:
         sm_scale = q.shape[2] ** -0.5
-    _require(0 < sm_scale < math.inf, "sm_scale", "a positive finite number", sm_scale)
+    if not 0 < sm_scale < math.inf:
+        _reject("sm_scale", "a positive finite number", sm_scale)
 
     right = 0 if causal else right
     out, lse = jagged_attention(q, k, v, k_offsets, q_offsets, sm_scale, left, right, deterministic)
     return (out, lse) if return_lse else out
 
 
-def _require(condition: bool, argument: str, expected: str, got: object) -> None:
-    if not condition:
-        raise ValueError(f"{argument}: expected {expected}, got {got}.")
-
-
-def _show(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
+def _reject(argument: str, expected: str, got: object) -> NoReturn:
+    raise ValueError(f"{argument}: expected {expected}, got {got}.")
 
 
 def _check_data(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, tensor, shape in (("q", q, "[rows, H, D]"), ("k", k, "[total_k, H_kv, D]"), ("v", v, "[total_k, H_kv, D]")):
-        _require(tensor.dim() == 3, name, f"shape {shape}", _show(tensor))
-        _require(tensor.dtype in DTYPES, name, "dtype torch.bfloat16 or torch.float16", tensor.dtype)
-        _require(tensor.dtype == q.dtype, name, f"the dtype of q, {q.dtype}", tensor.dtype)
-        _require(tensor.device == q.device, name, f"the device of q, {q.device}", tensor.device)
-        _require(tensor.is_contiguous(), name, "a contiguous tensor", f"strides {list(tensor.stride())}")
-        _require(tensor.shape[0] <= MAX_ROWS, name, f"at most {MAX_ROWS} rows", tensor.shape[0])
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 3:
+            _reject(name, "shape [rows, heads, D]", list(tensor.shape))
+        if tensor.dtype not in DTYPES:
+            _reject(name, "dtype torch.bfloat16 or torch.float16", tensor.dtype)
+        if tensor.dtype != q.dtype:
+            _reject(name, f"the dtype of q, {q.dtype}", tensor.dtype)
+        if tensor.device != q.device:
+            _reject(name, f"the device of q, {q.device}", tensor.device)
+        if not tensor.is_contiguous():
+            _reject(name, "a contiguous tensor", f"strides {list(tensor.stride())}")
+        if tensor.shape[0] > MAX_ROWS:
+            _reject(name, f"at most {MAX_ROWS} rows", tensor.shape[0])
     heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
-    _require(head_dim in HEAD_DIMS, "q", "head dimension D of 64 or 128", head_dim)
-    _require(k.shape[2] == head_dim, "k", f"the head dimension of q, {head_dim}", k.shape[2])
-    _require(v.shape == k.shape, "v", f"the shape of k, {_show(k)}", _show(v))
-    _require(kv_heads > 0, "k", "at least one head", kv_heads)
-    multiple = heads > 0 and heads % kv_heads == 0
-    _require(multiple, "q", f"a number of heads that is a multiple of the {kv_heads} of k", heads)
+    if head_dim not in HEAD_DIMS:
+        _reject("q", "head dimension D of 64 or 128", head_dim)
+    if k.shape[2] != head_dim:
+        _reject("k", f"the head dimension of q, {head_dim}", k.shape[2])
+    if v.shape != k.shape:
+        _reject("v", f"the shape of k, {list(k.shape)}", list(v.shape))
+    if kv_heads == 0:
+        _reject("k", "at least one head", kv_heads)
+    if heads == 0 or heads % kv_heads != 0:
+        _reject("q", f"a positive multiple of the {kv_heads} heads of k", f"{heads} heads")
 
 
-def _check_offsets(name: str, offsets: Tensor, rows_of: Tensor, validate: bool) -> None:
-    _require(offsets.dim() == 1 and offsets.shape[0] >= 2, name, "shape [B + 1] with B >= 1", _show(offsets))
-    _require(offsets.dtype in OFFSET_DTYPES, name, "dtype torch.int32 or torch.int64", offsets.dtype)
-    _require(offsets.device == rows_of.device, name, f"the device of q, {rows_of.device}", offsets.device)
-    _require(offsets.is_contiguous(), name, "a contiguous tensor", f"strides {list(offsets.stride())}")
+def _check_offsets(name: str, offsets: Tensor, packed: Tensor, validate: bool) -> None:
+    if offsets.dim() != 1 or offsets.shape[0] < 2:
+        _reject(name, "shape [B + 1] with B >= 1", list(offsets.shape))
+    if offsets.dtype not in OFFSET_DTYPES:
+        _reject(name, "dtype torch.int32 or torch.int64", offsets.dtype)
+    if offsets.device != packed.device:
+        _reject(name, f"the device of q, {packed.device}", offsets.device)
+    if not offsets.is_contiguous():
+        _reject(name, "a contiguous tensor", f"strides {list(offsets.stride())}")
     if validate:
-        values, total = offsets.tolist(), rows_of.shape[0]
-        _require(values[0] == 0, name, "a first entry of 0", values[0])
-        _require(values[-1] == total, name, f"a last entry of {total}, the rows of its tensor", values[-1])
-        falls = [b for b in range(len(values) - 1) if values[b] > values[b + 1]]
-        _require(not falls, name, "non-decreasing entries", f"a decrease after entry {falls[0] if falls else None}")
+        values = offsets.tolist()
+        if values[0] != 0:
+            _reject(name, "a first entry of 0", values[0])
+        if values[-1] != packed.shape[0]:
+            _reject(name, f"a last entry of {packed.shape[0]}, the number of packed rows", values[-1])
+        for b, (start, end) in enumerate(itertools.pairwise(values)):
+            if start > end:
+                _reject(name, "non-decreasing entries", f"{start} and then {end} for sequence {b}")
 
 
 def _check_window(window: tuple[int, int]) -> tuple[int, int]:
     expected = "two ints (left, right), each -1 (unbounded) or at least 0"
-    _require(isinstance(window, (tuple, list)) and len(window) == 2, "window", expected, window)
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        _reject("window", expected, window)
     left, right = window
-    _require(isinstance(left, int) and isinstance(right, int) and min(left, right) >= -1, "window", expected, window)
+    if not isinstance(left, int) or not isinstance(right, int) or left < -1 or right < -1:
+        _reject("window", expected, window)
     return left, right

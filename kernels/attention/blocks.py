@@ -11,25 +11,33 @@ import triton.language as tl
 
 
 @triton.jit
-def load_rows(base, first, length, stride, ROWS: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr):
-    """``[ROWS, D]`` rows from ``first`` on. ``BOUNDED`` reads rows from ``length`` on as zero, never as a neighbour's."""
-    offset = tl.arange(0, ROWS)
-    # The block's origin is 64-bit; within a block 32 bits are enough and keep the per-thread address arithmetic cheap.
-    pointers = base + tl.cast(first, tl.int64) * stride + (offset[:, None] * stride + tl.arange(0, D)[None, :])
+def load_block(descriptor, start, first, length, column, BOUNDED: tl.constexpr):
+    """``[ROWS, D]`` rows from ``first`` on of the sequence at row ``start``, through a tensor descriptor (TMA).
+
+    The hardware computes the addresses, which frees the registers that decide whether a kernel spills. It knows nothing of
+    sequences, so rows from ``length`` on are a neighbour's; ``BOUNDED`` replaces them with zeros, for where they would be
+    summed over. As independent rows of a result that are never stored they do no harm.
+    """
+    rows = descriptor.load([start + first, column])
     if BOUNDED:
-        rows = tl.load(pointers, mask=(first + offset < length)[:, None], other=0.0)
-    else:
-        rows = tl.load(pointers)
+        offset = first + tl.arange(0, rows.shape[0])
+        rows = tl.where((offset < length)[:, None], rows, 0.0)
     return rows
 
 
 @triton.jit
-def store_rows(base, first, length, stride, rows):
-    """Store ``rows`` ``[ROWS, D]`` from row ``first`` on, except those from ``length`` on."""
-    offset = tl.arange(0, rows.shape[0])
-    column = tl.arange(0, rows.shape[1])
-    pointers = base + tl.cast(first, tl.int64) * stride + (offset[:, None] * stride + column[None, :])
-    tl.store(pointers, rows.to(base.dtype.element_ty), mask=(first + offset < length)[:, None])
+def row_pointers(base, row, column, stride, ROWS: tl.constexpr, D: tl.constexpr):
+    """Pointers ``[ROWS, D]`` from ``row`` on. The origin is 64-bit; within a block 32 bits do and are cheaper."""
+    origin = base + tl.cast(row, tl.int64) * stride + column
+    return origin + (tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, D)[None, :])
+
+
+@triton.jit
+def store_rows(base, start, first, length, column, stride, rows):
+    """Store ``rows`` ``[ROWS, D]`` from ``first`` on of the sequence at row ``start``, except those from ``length`` on."""
+    offset = first + tl.arange(0, rows.shape[0])
+    pointers = row_pointers(base, tl.cast(start, tl.int64) + first, column, stride, rows.shape[0], rows.shape[1])
+    tl.store(pointers, rows.to(base.dtype.element_ty), mask=(offset < length)[:, None])
 
 
 @triton.jit
@@ -47,22 +55,46 @@ def load_row_values(base, first, length, absent, ROWS: tl.constexpr, BOUNDED: tl
 def visible_span(first, length, before, after, ROWS: tl.constexpr, STEP: tl.constexpr):
     """Where a block of ``ROWS`` rows has to look on the other side, which has ``length`` rows and is read in ``STEP``s.
 
-    ``first`` is the position that the block's first row faces. A row at position ``p`` sees ``p - before`` to ``p + after``.
-    Returns ``begin, bulk_begin, bulk_end, end``: blocks in ``[bulk_begin, bulk_end)`` are seen whole by every row; those in
-    ``[begin, bulk_begin)`` and ``[bulk_end, end)`` need a mask; nothing else is seen by any row.
+    ``first`` is the position that the block's first row faces; a row at position ``p`` sees ``p - before`` to
+    ``p + after``. Returns ``begin, inner, tail, end``, of which the first three are multiples of ``STEP``: blocks in
+    ``[inner, tail)`` exist in full and are seen whole by every row, those in ``[begin, inner)`` and ``[tail, end)`` cross
+    an edge of the window or the end of the sequence, and no row sees anything else.
     """
     begin = 0
-    bulk_begin = 0
-    bulk_end = length // STEP * STEP
+    inner = 0
+    tail = length // STEP * STEP
     end = length
-    if before is not None:
-        begin = tl.maximum(first - before, 0) // STEP * STEP
-        bulk_begin = tl.cdiv(tl.maximum(first + ROWS - 1 - before, 0), STEP) * STEP
     if after is not None:
         end = tl.minimum(end, tl.maximum(first + ROWS + after, 0))
-        bulk_end = tl.minimum(bulk_end, tl.maximum(first + 1 + after, 0) // STEP * STEP)
-    bulk_end = tl.maximum(bulk_begin, bulk_end)
-    return begin, bulk_begin, bulk_end, end
+        tail = tl.minimum(tail, tl.maximum(first + 1 + after, 0) // STEP * STEP)
+    if before is not None:
+        begin = tl.maximum(first - before, 0) // STEP * STEP
+        tail = tl.maximum(begin, tail)
+        inner = tl.minimum(tl.cdiv(tl.maximum(first + ROWS - 1 - before, 0), STEP) * STEP, tail)
+    return begin, inner, tail, end
+
+
+@triton.jit
+def span_blocks(span, STEP: tl.constexpr, EDGE: tl.constexpr):
+    """Number of blocks of a :func:`visible_span` that cross an edge (``EDGE``), or that do not."""
+    begin, inner, tail, end = span
+    if EDGE:
+        count = (inner - begin) // STEP + (end - tail + STEP - 1) // STEP
+    else:
+        count = (tail - inner) // STEP
+    return count
+
+
+@triton.jit
+def span_block(span, index, STEP: tl.constexpr, EDGE: tl.constexpr):
+    """First row of the ``index``-th of those blocks. One loop for both edges: a third would not fit the registers."""
+    begin, inner, tail, end = span
+    if EDGE:
+        leading = (inner - begin) // STEP
+        first = tl.where(index < leading, begin + index * STEP, tail + (index - leading) * STEP)
+    else:
+        first = inner + index * STEP
+    return first
 
 
 @triton.jit

@@ -16,7 +16,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import clip_to_window, load_row_values, load_rows, store_rows, visible_span
+from .blocks import (
+    clip_to_window,
+    load_block,
+    load_row_values,
+    row_pointers,
+    span_block,
+    span_blocks,
+    store_rows,
+    visible_span,
+)
 from .tiles import load_tile, tile_count
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -32,9 +41,10 @@ def delta_kernel(out, dout, lse, delta, lse2, rows, D: tl.constexpr, BLOCK: tl.c
     head = tl.program_id(1)
     stride = tl.num_programs(1) * D
     first = tl.program_id(0) * BLOCK
-    o = load_rows(out + head * D, first, rows, stride, BLOCK, D, True).to(tl.float32)
-    do = load_rows(dout + head * D, first, rows, stride, BLOCK, D, True).to(tl.float32)
     row = first + tl.arange(0, BLOCK)
+    exists = (row < rows)[:, None]
+    o = tl.load(row_pointers(out, first, head * D, stride, BLOCK, D), mask=exists, other=0.0).to(tl.float32)
+    do = tl.load(row_pointers(dout, first, head * D, stride, BLOCK, D), mask=exists, other=0.0).to(tl.float32)
     at = head.to(tl.int64) * rows + row
     natural = tl.load(lse + at, mask=row < rows, other=0.0)
     tl.store(delta + at, tl.sum(o * do, 1), mask=row < rows)
@@ -42,24 +52,26 @@ def delta_kernel(out, dout, lse, delta, lse2, rows, D: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _dkdv_step(
-    dk, dv, k, v, queries, first, keys_at, window, scale_log2, BLOCK_M: tl.constexpr, MASKED: tl.constexpr
-):
-    """Add the queries ``[first, first + BLOCK_M)`` to ``dk`` and ``dv`` ``[N, D]``; everything is transposed, ``[N, M]``.
+def _dkdv_step(dk, dv, k, v, queries, member, first, window, scale_log2, BLOCK_M: tl.constexpr, EDGE: tl.constexpr):
+    """Add queries ``[first, first + BLOCK_M)`` of one head to ``dk``, ``dv`` ``[N, D]``; scores are transposed, ``[N, M]``.
 
-    Rows past either end need no mask on the scores: absent queries have ``lse2 = +inf``, absent keys are never stored.
+    Rows past either end need no mask on the scores: absent queries have ``lse2 = +inf``, absent keys are never stored. But
+    absent rows of ``q`` and ``dout`` are summed over, so they must be zeros.
     """
-    q_base, do_base, lse2_base, delta_base, q_len, stride, shift = queries
+    q_blocks, do_blocks, lse2_base, delta_base, rows, first_head, q_start, out_start, q_len, first_facer = queries
+    left, right = window
     D: tl.constexpr = k.shape[1]
-    q = load_rows(q_base, first, q_len, stride, BLOCK_M, D, MASKED)
-    do = load_rows(do_base, first, q_len, stride, BLOCK_M, D, MASKED)
-    lse2 = load_row_values(lse2_base, first, q_len, INF, BLOCK_M, MASKED)
-    delta = load_row_values(delta_base, first, q_len, 0.0, BLOCK_M, MASKED)
+    head = first_head + member
+    statistics = tl.cast(head, tl.int64) * rows + out_start
+    q = load_block(q_blocks, q_start, first, q_len, head * D, BOUNDED=EDGE)
+    do = load_block(do_blocks, out_start, first, q_len, head * D, BOUNDED=EDGE)
+    lse2 = load_row_values(lse2_base + statistics, first, q_len, INF, BLOCK_M, EDGE)
+    delta = load_row_values(delta_base + statistics, first, q_len, 0.0, BLOCK_M, EDGE)
     p = tl.exp2(tl.dot(k, tl.trans(q)) * scale_log2 - lse2[None, :])
-    if MASKED and (window[0] is not None or window[1] is not None):
-        facing = (first + shift + tl.arange(0, BLOCK_M))[None, :]
-        key = keys_at[:, None]
-        p = tl.where(clip_to_window(key >= 0, facing, key, window[0], window[1]), p, 0.0)
+    if EDGE and (left is not None or right is not None):
+        facing = (first - first_facer + tl.arange(0, BLOCK_M))[None, :]
+        key = tl.arange(0, k.shape[0])[:, None]
+        p = tl.where(clip_to_window(key >= 0, facing, key, left, right), p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv)
     ds = p * (tl.dot(v, tl.trans(do)) - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk)
@@ -67,11 +79,34 @@ def _dkdv_step(
 
 
 @triton.jit
+def _dkdv_over_queries(
+    dk,
+    dv,
+    k,
+    v,
+    queries,
+    span,
+    window,
+    scale_log2,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Add the query blocks of all heads of the group: one loop over both, for one pipeline to fill and drain."""
+    blocks = span_blocks(span, BLOCK_M, EDGE)
+    for i in tl.range(0, GROUP * blocks, num_stages=1 if EDGE else None):
+        member = i // blocks if GROUP > 1 else 0
+        first = span_block(span, i - member * blocks, BLOCK_M, EDGE)
+        dk, dv = _dkdv_step(dk, dv, k, v, queries, member, first, window, scale_log2, BLOCK_M, EDGE)
+    return dk, dv
+
+
+@triton.jit
 def dkdv_kernel(
-    q,  # [total_q or M, H, D]
-    k,  # [total_k, H_kv, D]
-    v,  # [total_k, H_kv, D]
-    dout,  # [rows, H, D]
+    q,  # descriptor of [total_q or M, H * D], blocks of [BLOCK_M, D]
+    k,  # descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]
+    v,  # likewise
+    dout,  # descriptor of [rows, H * D], blocks of [BLOCK_M, D]
     lse2,  # [H, rows] float32
     delta,  # [H, rows] float32
     dk,  # [total_k, H_kv, D]
@@ -86,102 +121,81 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Programs ``(walker, key head)``; each walks the list of key tiles of its head with the stride of the grid."""
+    """Programs ``(tile, key head)``."""
+    index = tl.program_id(0)
     k_head = tl.program_id(1)
-    k_stride = tl.num_programs(1) * D
-    q_stride = k_stride * GROUP
+    column = k_head * D
+    stride = tl.num_programs(1) * D
     scale_log2 = sm_scale * LOG2E
     window = (left, right)
-    for index in range(tl.program_id(0), tile_count(tiles), tl.num_programs(0)):
+    if index < tile_count(tiles):
         block, q_start, q_len, k_start, k_len, out_start = load_tile(tiles, index)
         key = block * BLOCK_N
-        kv_offset = k_start * k_stride + k_head * D
-        tile_k = load_rows(k + kv_offset, key, k_len, k_stride, BLOCK_N, D, True)
-        tile_v = load_rows(v + kv_offset, key, k_len, k_stride, BLOCK_N, D, True)
-        keys_at = key + tl.arange(0, BLOCK_N)
-        shift = k_len - q_len
+        tile_k = load_block(k, k_start, key, k_len, column, BOUNDED=False)
+        tile_v = load_block(v, k_start, key, k_len, column, BOUNDED=False)
+        facer = key - (k_len - q_len)  # the query that faces the first key of the tile
+        queries = (q, dout, lse2, delta, rows, k_head * GROUP, q_start, out_start, q_len, facer)
         # Seen from the keys the window is mirrored: `right` reaches back to earlier queries, `left` ahead to later ones.
-        begin, bulk_begin, bulk_end, end = visible_span(key - shift, q_len, right, left, BLOCK_N, BLOCK_M)
+        span = visible_span(facer, q_len, right, left, BLOCK_N, BLOCK_M)
 
         acc_k = tl.zeros([BLOCK_N, D], tl.float32)
         acc_v = tl.zeros([BLOCK_N, D], tl.float32)
-        for member in range(GROUP):
-            head = k_head * GROUP + member
-            row_offset = head.to(tl.int64) * rows + out_start
-            queries = (
-                q + q_start * q_stride + head * D,
-                dout + out_start * q_stride + head * D,
-                lse2 + row_offset,
-                delta + row_offset,
-                q_len,
-                q_stride,
-                shift,
-            )
-            if right is not None:
-                for m in tl.range(begin, tl.minimum(bulk_begin, end), BLOCK_M, num_stages=1):
-                    acc_k, acc_v = _dkdv_step(
-                        acc_k, acc_v, tile_k, tile_v, queries, m, keys_at, window, scale_log2, BLOCK_M, MASKED=True
-                    )
-            for m in range(bulk_begin, bulk_end, BLOCK_M):
-                acc_k, acc_v = _dkdv_step(
-                    acc_k, acc_v, tile_k, tile_v, queries, m, keys_at, window, scale_log2, BLOCK_M, MASKED=False
-                )
-            for m in tl.range(bulk_end, end, BLOCK_M, num_stages=1):
-                acc_k, acc_v = _dkdv_step(
-                    acc_k, acc_v, tile_k, tile_v, queries, m, keys_at, window, scale_log2, BLOCK_M, MASKED=True
-                )
-        store_rows(dk + kv_offset, key, k_len, k_stride, acc_k * sm_scale)
-        store_rows(dv + kv_offset, key, k_len, k_stride, acc_v)
+        acc_k, acc_v = _dkdv_over_queries(
+            acc_k, acc_v, tile_k, tile_v, queries, span, window, scale_log2, GROUP, BLOCK_M, EDGE=False
+        )
+        acc_k, acc_v = _dkdv_over_queries(
+            acc_k, acc_v, tile_k, tile_v, queries, span, window, scale_log2, GROUP, BLOCK_M, EDGE=True
+        )
+        store_rows(dk, k_start, key, k_len, column, stride, acc_k * sm_scale)
+        store_rows(dv, k_start, key, k_len, column, stride, acc_v)
 
 
 @triton.jit
-def _dq_step(dq, q, do, stats, keys, first, facing, window, scale_log2, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+def _dq_step(dq, q, do, stats, keys, first, facing, window, scale_log2, BLOCK_N: tl.constexpr, EDGE: tl.constexpr):
     """Add the keys ``[first, first + BLOCK_N)`` to ``dq`` ``[M, D]`` (without ``sm_scale``)."""
     lse2, delta = stats
-    k_base, v_base, k_len, stride = keys
-    D: tl.constexpr = q.shape[1]
-    k = load_rows(k_base, first, k_len, stride, BLOCK_N, D, MASKED)
-    v = load_rows(v_base, first, k_len, stride, BLOCK_N, D, MASKED)
+    left, right = window
+    k_blocks, v_blocks, k_start, k_len, column = keys
+    k = load_block(k_blocks, k_start, first, k_len, column, BOUNDED=EDGE)
+    v = load_block(v_blocks, k_start, first, k_len, column, BOUNDED=False)
     p = tl.exp2(tl.dot(q, tl.trans(k)) * scale_log2 - lse2[:, None])
-    if MASKED:
-        key = (first + tl.arange(0, BLOCK_N))[None, :]
-        p = tl.where(clip_to_window(key < k_len, facing[:, None], key, window[0], window[1]), p, 0.0)
     ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
+    if EDGE:
+        # Masking dS, not P, also stops a neighbour's V.
+        key = (first + tl.arange(0, BLOCK_N))[None, :]
+        ds = tl.where(clip_to_window(key < k_len, facing[:, None], key, left, right), ds, 0.0)
     return tl.dot(ds.to(k.dtype), k, dq)
 
 
 @triton.jit
-def _dq_over_keys(dq, q, do_rows, keys, row, lengths, window, scale_log2, BLOCK_N: tl.constexpr):
+def _dq_over_keys(dq, q, do_rows, keys, row, window, scale_log2, BLOCK_N: tl.constexpr):
     """Add all keys of one sequence to ``dq``, the gradient of its queries ``[row, row + M)``."""
-    do_base, lse2_base, delta_base, stride = do_rows
-    q_len, k_len = lengths
-    left, right = window
+    do_blocks, lse2_base, delta_base, out_start, q_len, column = do_rows
+    k_len = keys[3]
     BLOCK_M: tl.constexpr = q.shape[0]
-    D: tl.constexpr = q.shape[1]
-    do = load_rows(do_base, row, q_len, stride, BLOCK_M, D, True)
+    do = load_block(do_blocks, out_start, row, q_len, column, BOUNDED=False)
     stats = (
         load_row_values(lse2_base, row, q_len, INF, BLOCK_M, True),
         load_row_values(delta_base, row, q_len, 0.0, BLOCK_M, True),
     )
     first_facing = row + k_len - q_len
     facing = first_facing + tl.arange(0, BLOCK_M)
-    begin, bulk_begin, bulk_end, end = visible_span(first_facing, k_len, left, right, BLOCK_M, BLOCK_N)
-    if left is not None:
-        for n in tl.range(begin, tl.minimum(bulk_begin, end), BLOCK_N, num_stages=1):
-            dq = _dq_step(dq, q, do, stats, keys, n, facing, window, scale_log2, BLOCK_N, MASKED=True)
-    for n in range(bulk_begin, bulk_end, BLOCK_N):
-        dq = _dq_step(dq, q, do, stats, keys, n, facing, window, scale_log2, BLOCK_N, MASKED=False)
-    for n in tl.range(bulk_end, end, BLOCK_N, num_stages=1):
-        dq = _dq_step(dq, q, do, stats, keys, n, facing, window, scale_log2, BLOCK_N, MASKED=True)
+    span = visible_span(first_facing, k_len, window[0], window[1], BLOCK_M, BLOCK_N)
+    for i in range(span_blocks(span, BLOCK_N, EDGE=False)):
+        n = span_block(span, i, BLOCK_N, EDGE=False)
+        dq = _dq_step(dq, q, do, stats, keys, n, facing, window, scale_log2, BLOCK_N, EDGE=False)
+    for i in tl.range(0, span_blocks(span, BLOCK_N, EDGE=True), num_stages=1):
+        n = span_block(span, i, BLOCK_N, EDGE=True)
+        dq = _dq_step(dq, q, do, stats, keys, n, facing, window, scale_log2, BLOCK_N, EDGE=True)
     return dq
 
 
 @triton.jit
 def dq_kernel(
-    q,  # [total_q, H, D]
-    k,  # [total_k, H_kv, D]
-    v,  # [total_k, H_kv, D]
-    dout,  # [rows, H, D]
+    q,  # descriptor of [total_q, H * D], blocks of [BLOCK_M, D]
+    k,  # descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]
+    v,  # likewise
+    dout,  # descriptor of [rows, H * D], blocks of [BLOCK_M, D]
     lse2,  # [H, rows] float32
     delta,  # [H, rows] float32
     dq,  # [total_q, H, D]
@@ -195,33 +209,30 @@ def dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Programs ``(walker, head)``; each walks the list of query tiles of its head with the stride of the grid."""
+    """Programs ``(tile, head)``."""
+    index = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    q_stride = heads * D
-    k_stride = heads // GROUP * D
-    for index in range(tl.program_id(0), tile_count(tiles), tl.num_programs(0)):
+    q_column = head * D
+    k_column = head // GROUP * D
+    if index < tile_count(tiles):
         block, q_start, q_len, k_start, k_len, out_start = load_tile(tiles, index)
         row = block * BLOCK_M
-        q_offset = q_start * q_stride + head * D
-        kv_offset = k_start * k_stride + head // GROUP * D
         row_offset = head.to(tl.int64) * rows + out_start
-        do_rows = (dout + out_start * q_stride + head * D, lse2 + row_offset, delta + row_offset, q_stride)
-        keys = (k + kv_offset, v + kv_offset, k_len, k_stride)
-        tile_q = load_rows(q + q_offset, row, q_len, q_stride, BLOCK_M, D, True)
+        do_rows = (dout, lse2 + row_offset, delta + row_offset, out_start, q_len, q_column)
+        keys = (k, v, k_start, k_len, k_column)
+        tile_q = load_block(q, q_start, row, q_len, q_column, BOUNDED=False)
         acc = tl.zeros([BLOCK_M, D], tl.float32)
-        acc = _dq_over_keys(
-            acc, tile_q, do_rows, keys, row, (q_len, k_len), (left, right), sm_scale * LOG2E, BLOCK_N
-        )
-        store_rows(dq + q_offset, row, q_len, q_stride, acc * sm_scale)
+        acc = _dq_over_keys(acc, tile_q, do_rows, keys, row, (left, right), sm_scale * LOG2E, BLOCK_N)
+        store_rows(dq, q_start, row, q_len, q_column, heads * D, acc * sm_scale)
 
 
 @triton.jit
 def broadcast_dq_kernel(
-    q,  # [M, H, D]
-    k,  # [total_k, H_kv, D]
-    v,  # [total_k, H_kv, D]
-    dout,  # [rows, H, D]
+    q,  # descriptor of [M, H * D], blocks of [BLOCK_M, D]
+    k,  # descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]
+    v,  # likewise
+    dout,  # descriptor of [rows, H * D], blocks of [BLOCK_M, D]
     lse2,  # [H, rows] float32
     delta,  # [H, rows] float32
     partial,  # [shares, M, H, D] float32
@@ -244,18 +255,14 @@ def broadcast_dq_kernel(
     head = tl.program_id(1)
     share = tl.program_id(2)
     heads = tl.num_programs(1)
-    q_stride = heads * D
-    k_stride = heads // GROUP * D
-    tile_q = load_rows(q + head * D, row, M, q_stride, BLOCK_M, D, True)
+    q_column = head * D
+    k_column = head // GROUP * D
+    tile_q = load_block(q, 0, row, M, q_column, BOUNDED=False)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     for index in range(share, tile_count(sequences), tl.num_programs(2)):
         _, _, q_len, k_start, k_len, out_start = load_tile(sequences, index)
-        kv_offset = k_start * k_stride + head // GROUP * D
         row_offset = head.to(tl.int64) * rows + out_start
-        do_rows = (dout + out_start * q_stride + head * D, lse2 + row_offset, delta + row_offset, q_stride)
-        keys = (k + kv_offset, v + kv_offset, k_len, k_stride)
-        acc = _dq_over_keys(
-            acc, tile_q, do_rows, keys, row, (q_len, k_len), (left, right), sm_scale * LOG2E, BLOCK_N
-        )
-    share_base = partial + share.to(tl.int64) * M * q_stride + head * D
-    store_rows(share_base, row, M, q_stride, acc * sm_scale)
+        do_rows = (dout, lse2 + row_offset, delta + row_offset, out_start, q_len, q_column)
+        keys = (k, v, k_start, k_len, k_column)
+        acc = _dq_over_keys(acc, tile_q, do_rows, keys, row, (left, right), sm_scale * LOG2E, BLOCK_N)
+    store_rows(partial, share * M, row, M, q_column, heads * D, acc * sm_scale)

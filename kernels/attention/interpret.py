@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
@@ -69,14 +70,26 @@ def _faithful_interpreter() -> Iterator[None]:
         return patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 
     def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        left, right = (widen_bfloat16(x.data) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))
-        product = np.matmul(left.astype(d.data.dtype), right.astype(d.data.dtype))
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+        operands = (widen_bfloat16(x.data) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))
+        left, right = (torch.from_numpy(x.astype(d.data.dtype)) for x in operands)
+        return interpreter.TensorHandle((left @ right).numpy() + d.data, d.dtype.scalar)
 
     with (
         mock.patch.object(interpreter, "_convert_float", convert),
         mock.patch.object(interpreter, "_patch_lang", patch_once),
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot),
         np.errstate(invalid="ignore", over="ignore"),
+        _one_thread(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A block's matmul is too small to share among threads: waking and joining them takes longer than the product."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import config as configs
 from .bwd_triton import broadcast_dq_kernel, delta_kernel, dkdv_kernel, dq_kernel
@@ -50,6 +51,11 @@ class Problem:
     deterministic: bool
 
     @property
+    def is_empty(self) -> bool:
+        """No query meets any key: known from the shapes, and nothing to describe to TMA."""
+        return self.q.shape[0] == 0 or self.k.shape[0] == 0
+
+    @property
     def heads(self) -> int:
         return self.q.shape[1]
 
@@ -79,6 +85,7 @@ def make_problem(
             f"jagged_flash_attention runs on CUDA tensors, got {q.device}: to run on the CPU, set TRITON_INTERPRET=1 in the "
             "environment before Python starts."
         )
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     sequences = Sequences(q_offsets, k_offsets, q.shape[0], k.shape[0])
     mask = Mask.from_window(*window, q.shape[0], k.shape[0])
     return Problem(q, k, v, sequences, sm_scale, mask, deterministic)
@@ -90,16 +97,17 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     rows = sequences.rows
     out = q.new_empty((rows, problem.heads, problem.head_dim))
     lse = q.new_empty((problem.heads, rows), dtype=torch.float32)
+    if problem.is_empty:
+        return out.zero_(), lse.fill_(-math.inf)
 
     def launch(config: Config) -> None:
         tiles = build_tiles(sequences, config.block_m)
-        programs = tiles.programs(_programs_wanted(q.device, problem.heads))
         run_kernel(
             forward_kernel,
-            (programs, problem.heads),
-            q,
-            k,
-            v,
+            (tiles.most, problem.heads),
+            _row_blocks(q, config.block_m),
+            _row_blocks(k, config.block_n),
+            _row_blocks(v, config.block_n),
             out,
             lse,
             tiles.entries,
@@ -111,7 +119,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
         )
 
     with _on_device(q):
-        launch(_choose("forward", configs.FORWARD, problem, launch))
+        launch(_choose("forward", problem, launch))
     return out, lse
 
 
@@ -119,6 +127,9 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, *, need_dq: bool, need_dkdv: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``dq, dk, dv``, shaped like ``q``, ``k``, ``v``; None where not needed."""
+    if problem.is_empty:
+        return torch.zeros_like(problem.q), torch.zeros_like(problem.k), torch.zeros_like(problem.v)
+    dout = _aligned(dout)
     dq = dk = dv = None
     with _on_device(dout):
         delta, lse2 = _row_statistics(out, lse, dout)
@@ -147,11 +158,11 @@ def _dkdv(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> tuple[
         tiles = build_tiles(sequences, config.block_n, over_keys=True)
         run_kernel(
             dkdv_kernel,
-            (tiles.programs(_programs_wanted(q.device, heads)), heads),
-            q,
-            k,
-            v,
-            dout,
+            (tiles.most, heads),
+            _row_blocks(q, config.block_m),
+            _row_blocks(k, config.block_n),
+            _row_blocks(v, config.block_n),
+            _row_blocks(dout, config.block_m),
             lse2,
             delta,
             dk,
@@ -164,7 +175,7 @@ def _dkdv(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> tuple[
             **_compile_options(problem, config),
         )
 
-    launch(_choose("dkdv", configs.DKDV, problem, launch))
+    launch(_choose("dkdv", problem, launch))
     return dk, dv
 
 
@@ -176,11 +187,11 @@ def _dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
         tiles = build_tiles(sequences, config.block_m)
         run_kernel(
             dq_kernel,
-            (tiles.programs(_programs_wanted(q.device, problem.heads)), problem.heads),
-            q,
-            k,
-            v,
-            dout,
+            (tiles.most, problem.heads),
+            _row_blocks(q, config.block_m),
+            _row_blocks(k, config.block_n),
+            _row_blocks(v, config.block_n),
+            _row_blocks(dout, config.block_m),
             lse2,
             delta,
             dq,
@@ -192,7 +203,7 @@ def _dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
             **_compile_options(problem, config),
         )
 
-    launch(_choose("dq", configs.DQ, problem, launch))
+    launch(_choose("dq", problem, launch))
     return dq
 
 
@@ -207,10 +218,10 @@ def _broadcast_dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -
         run_kernel(
             broadcast_dq_kernel,
             (blocks, problem.heads, shares),
-            q,
-            k,
-            v,
-            dout,
+            _row_blocks(q, config.block_m),
+            _row_blocks(k, config.block_n),
+            _row_blocks(v, config.block_n),
+            _row_blocks(dout, config.block_m),
             lse2,
             delta,
             partial,
@@ -224,7 +235,18 @@ def _broadcast_dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -
         )
         return partial
 
-    return launch(_choose("dq", configs.DQ, problem, launch)).sum(0).to(q.dtype)
+    return launch(_choose("dq", problem, launch)).sum(0).to(q.dtype)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """A copy if the data of a view starts where TMA cannot (16 bytes); the allocator never places it so."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _row_blocks(packed: Tensor, block: int) -> TensorDescriptor:
+    """Descriptor of ``packed`` ``[rows, heads, D]`` that reads ``block`` rows of one head at a time."""
+    rows, heads, head_dim = packed.shape
+    return TensorDescriptor(packed, [rows, heads * head_dim], [heads * head_dim, 1], [block, head_dim])
 
 
 def _compile_options(problem: Problem, config: Config) -> dict[str, int]:
@@ -238,14 +260,14 @@ def _compile_options(problem: Problem, config: Config) -> dict[str, int]:
     )
 
 
-def _choose(
-    kernel: str, candidates: tuple[Config, ...], problem: Problem, launch: Callable[[Config], object]
-) -> Config:
+def _choose(kernel: str, problem: Problem, launch: Callable[[Config], object]) -> Config:
     if is_interpreted(forward_kernel):
         return configs.INTERPRETED
     device = problem.q.device
     limit = _properties(device).shared_memory_per_block_optin
-    usable = [config for config in candidates if configs.fits(config, problem.head_dim, kernel, limit)]
+    usable = [c for c in configs.CANDIDATES[kernel] if configs.fits(kernel, c, problem.head_dim, limit)]
+    if not usable:
+        raise RuntimeError(f"jagged_flash_attention: no configuration of the {kernel} kernel fits {limit} bytes of shared memory.")
     if problem.deterministic:
         return usable[0]
     sequences, mask = problem.sequences, problem.mask
@@ -272,11 +294,6 @@ def _properties(device: torch.device) -> object:
 
 def _multiprocessors(device: torch.device) -> int:
     return _properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _programs_wanted(device: torch.device, heads: int) -> int:
-    """Enough walkers of a tile list to fill the device several times over, so that the hardware evens out the load."""
-    return triton.cdiv(8 * _multiprocessors(device), heads)
 
 
 def _resident_programs(device: torch.device, config: Config) -> int:

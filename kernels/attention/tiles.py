@@ -33,14 +33,14 @@ def tile_count(tiles):
 
 @triton.jit
 def load_tile(tiles, index):
-    """``block, q_start, q_len, k_start, k_len, out_start`` of one tile; starts are 64-bit, ready for addressing."""
+    """``block, q_start, q_len, k_start, k_len, out_start`` of one tile, int32."""
     entry = tiles + (index + 1) * ENTRY
     block = tl.load(entry)
-    q_start = tl.load(entry + 1).to(tl.int64)
+    q_start = tl.load(entry + 1)
     q_len = tl.load(entry + 2)
-    k_start = tl.load(entry + 3).to(tl.int64)
+    k_start = tl.load(entry + 3)
     k_len = tl.load(entry + 4)
-    out_start = tl.load(entry + 5).to(tl.int64)
+    out_start = tl.load(entry + 5)
     return block, q_start, q_len, k_start, k_len, out_start
 
 
@@ -142,25 +142,20 @@ class Sequences:
 
 @dataclass(frozen=True)
 class TileList:
-    """``entries`` is int32 ``[1 + most, ENTRY]`` on the device; the host knows only bounds on how many are filled."""
+    """``entries`` is int32 ``[1 + most, ENTRY]`` on the device; the host knows only that at most ``most`` are filled."""
 
     entries: Tensor
-    least: int
     most: int
-
-    def programs(self, wanted: int) -> int:
-        """How many programs should walk the list: one a tile where that is sure, without a flood of empty ones."""
-        return min(self.most, max(self.least, wanted))
 
 
 def build_tiles(sequences: Sequences, block: int, *, over_keys: bool = False) -> TileList:
     """List the tiles of ``block`` query rows (or key rows) of every sequence, heaviest first."""
     batch, rows = sequences.batch, sequences.total_k if over_keys else sequences.rows
     if sequences.broadcast and not over_keys:
-        least = most = batch * triton.cdiv(sequences.M, block)
+        most = batch * triton.cdiv(sequences.M, block)
     else:
-        # sum_b ceil(len_b / block) lies between these whatever the lengths are.
-        least, most = triton.cdiv(rows, block), min(rows, (rows + batch * (block - 1)) // block)
+        # Bounds sum_b ceil(len_b / block) whatever the lengths are, and exceeds it by less than one tile a sequence.
+        most = min(rows, (rows + batch * (block - 1)) // block)
     entries = torch.empty((1 + most, ENTRY.value), dtype=torch.int32, device=sequences.k_offsets.device)
     per_program = 32
     run_kernel(
@@ -177,4 +172,4 @@ def build_tiles(sequences: Sequences, block: int, *, over_keys: bool = False) ->
         CHUNK=128,
         num_warps=4,
     )
-    return TileList(entries, least, most)
+    return TileList(entries, most)

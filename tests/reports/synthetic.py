@@ -32,15 +32,24 @@ SUMMARIES = {
 ENV = {
     "gpu": "NVIDIA H200",
     "sm_count": 132,
+    "compute_capability": "9.0",
+    "memory_bytes": 150_000_000_000,
+    "l2_bytes": 62_914_560,
     "driver": "580.95.05",
     "cuda": "13.0",
-    "torch": "2.11.0",
-    "triton": "3.7.4",
-    "triton_distribution": "fbtriton",
-    "flash_attn_4": "4.0.0b36",
-    "python": "3.12.3",
+    "cpu": "AMD EPYC 9575F 64-Core Processor",
+    "cpu_cores": 16,
+    "jfabench": "0.1.0",
     "commit": "0123456789abcdef0123456789abcdef01234567",
     "dirty": False,
+    "python": "3.12.3",
+    "torch": "2.11.0",
+    "triton": {"fbtriton": "3.7.4"},
+    "flash_attn_4": "4.0.0b36",
+    "fa3_fwd": "0.0.3",
+    "os": "Ubuntu 24.04 LTS",
+    "kernel": "6.8.0",
+    "variables": {},
 }
 CEILINGS = Ceilings(
     device="NVIDIA H200",
@@ -87,7 +96,12 @@ def work(p: dict[str, Any], direction: Direction) -> Work:
 
 
 def record(
-    case: Case, rng: random.Random, status: Status = "ok", reason: str = "", throttled: Iterable[str] = (), rounds: int = 4
+    case: Case,
+    rng: random.Random,
+    status: Status = "ok",
+    reason: str = "",
+    throttled: Iterable[str] = (),
+    rounds: int = 4,
 ) -> Record:
     p = dict(case.params)
     w = work(p, case.direction)
@@ -98,11 +112,14 @@ def record(
     checks: tuple[TensorCheck, ...] = ()
     if status in ("ok", "wrong"):
         checks = tuple(
-            TensorCheck(t, status == "ok" or t != tensors[0], rng.uniform(1, 4) * 1e-3, 2.1e-3, 8e-3, 4e-3) for t in tensors
+            TensorCheck(t, status == "ok" or t != tensors[0], rng.uniform(1, 4) * 1e-3, 2.1e-3, 8e-3, 4e-3)
+            for t in tensors
         )
     measurement = None
     if status == "ok":
-        fraction = FRACTION.get(case.provider, 0.4) * (1 - math.exp(-n * fill / 700)) * (0.8 if case.direction == "bwd" else 1)
+        fraction = (
+            FRACTION.get(case.provider, 0.4) * (1 - math.exp(-n * fill / 700)) * (0.8 if case.direction == "bwd" else 1)
+        )
         seconds = max(w.flops / PEAK_FLOPS, w.bytes / PEAK_BYTES) / max(fraction, 0.02)
         samples = []
         for _ in range(rounds):
@@ -110,7 +127,14 @@ def record(
             samples.append(tuple(seconds * (1 + drift + abs(rng.gauss(0, 0.003))) for _ in range(6)))
         stop = "time" if rng.random() < 0.03 else "precision"
         measurement = Measurement("profiler", tuple(samples), stop, 5, 0.4, 1 if case.direction == "fwd" else 3)
-    clocks = {"sm_mhz": 1980, "memory_mhz": 3201, "temperature_c": 48, "power_w": 610.5}
+    clocks = {
+        "sm_mhz": 1980,
+        "memory_mhz": 3201,
+        "temperature_c": 48,
+        "power_w": 610.5,
+        "power_limit_w": 700.0,
+        "reasons": [],
+    }
     return Record(
         case=case,
         status=status,
@@ -121,9 +145,18 @@ def record(
         checks=checks,
         measurement=measurement,
         clocks={"before": clocks, "after": {**clocks, "sm_mhz": 1755}, "throttled": list(throttled)},
-        inputs={"label": f"N={n} fill={fill} M={p['q_len']}", "sum_k": int(p["batch"] * mean_length(n, fill)), "max_k": n},
+        inputs={
+            "label": f"N={n} fill={fill} M={p['q_len']}",
+            "sum_k": int(p["batch"] * mean_length(n, fill)),
+            "max_k": n,
+        },
         overhead_seconds=2.5,
     )
+
+
+def measured(record: Record) -> Measurement:
+    assert record.measurement is not None
+    return record.measurement
 
 
 def grid(
@@ -145,7 +178,10 @@ def grid(
         if provider == "fa3" and direction == "bwd":
             status, reason = "unsupported", "fa3-fwd has no backward"
         elif provider == "sdpa_padded" and n == 8192:
-            status, reason = "oom", "OutOfMemoryError: CUDA out of memory. Tried to allocate 96.00 GiB (at attention.py:42)"
+            status, reason = (
+                "oom",
+                "OutOfMemoryError: CUDA out of memory. Tried to allocate 96.00 GiB (at attention.py:42)",
+            )
         elif provider == "torch_varlen" and (n, fill) == (4096, 0.5):
             status, reason = "wrong", "dq: max |error| 0.031 exceeds 0.008, relative norm 0.12"
         elif provider == "fa4" and (n, fill, direction) == (2048, 0.1, "bwd"):

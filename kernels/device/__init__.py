@@ -1,1 +1,0 @@
-"""Device functions (`@triton.jit`) that several kernels share."""

@@ -1,0 +1,116 @@
+"""Output, log-sum-exp and gradients against the oracle, over drawn problems.
+
+The yardstick is the field's: the error against float64 may be at most twice that of plain PyTorch in the input dtype.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_oracle import Problem, attention, gradients
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jfabench.kernels import jagged_flash_attention
+
+FLOOR = {torch.bfloat16: 2e-3, torch.float16: 2.5e-4}  # absolute; values and gradients here are of order one
+LSE_TOLERANCE = 1e-4
+
+
+@st.composite
+def problems(draw: st.DrawFn, device: str) -> Problem:
+    lengths = st.one_of(st.just(0), st.integers(1, 9), st.sampled_from([63, 64, 65, 127, 128, 129, 200, 300]))
+    k_lengths = draw(st.lists(lengths, min_size=1, max_size=4))
+    batch = len(k_lengths)
+    broadcast = draw(st.booleans())
+    q_lengths = None if broadcast else draw(st.lists(lengths, min_size=batch, max_size=batch))
+    rows = draw(st.sampled_from([1, 17, 64, 130])) if q_lengths is None else sum(q_lengths)
+    heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (2, 1), (6, 2)]))
+    dim = draw(st.sampled_from([64, 128]))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    bound = st.sampled_from([-1, -1, 0, 3, 64, 150])
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def normal(rows: int, heads: int) -> Tensor:
+        return torch.randn(rows, heads, dim, generator=generator).to(device, dtype)
+
+    return Problem(
+        normal(rows, heads),
+        normal(sum(k_lengths), kv_heads),
+        normal(sum(k_lengths), kv_heads),
+        k_lengths,
+        q_lengths,
+        causal=draw(st.booleans()),
+        window=(draw(bound), draw(bound)),
+        sm_scale=draw(st.sampled_from([None, 0.3])),
+    )
+
+
+def check(problem: Problem) -> None:
+    inputs = [x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    out, lse = jagged_flash_attention(
+        *inputs, problem.k_offsets, **problem.options, return_lse=True, validate=True
+    )
+    dout = torch.randn(out.shape, device=out.device).to(out.dtype)
+    got = {"out": out, **dict(zip(("dq", "dk", "dv"), gradients(out, inputs, dout), strict=True))}
+
+    def eager(dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (problem.q, problem.k, problem.v)]
+        out, lse = attention(problem, *leaves)
+        grads = gradients(out, leaves, dout.to(dtype))
+        return {"out": out, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}, lse
+
+    right, right_lse = eager(torch.float64)
+    plain, _ = eager(out.dtype)
+    for name, value in got.items():
+        assert value.shape == right[name].shape, name
+        error, allowance = (x.double().sub(right[name]).abs() for x in (value, plain[name]))
+        assert value.isfinite().all(), name
+        limit = 2 * allowance.max().item() + FLOOR[out.dtype] if allowance.numel() else 0.0
+        assert error.numel() == 0 or error.max().item() <= limit, f"{name}: {error.max().item():.2e} > {limit:.2e}"
+    assert torch.equal(lse.isneginf(), right_lse.isneginf())
+    torch.testing.assert_close(lse.double(), right_lse.double(), rtol=1e-5, atol=LSE_TOLERANCE)
+    assert (out[lse.isneginf().T] == 0).all()
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_drawn_problems(data: st.DataObject, device: str) -> None:
+    check(data.draw(problems(device)))
+
+
+def normal(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("k_lengths", "q_lengths", "rows"),
+    [
+        ([0, 0, 0], None, 5),  # nothing at all
+        ([0, 7, 0], None, 130),
+        ([500], None, 40),  # one sequence
+        ([700, *[2] * 40], None, 16),  # one long and many tiny
+        ([128, 128], [128, 128], 256),  # dense
+        ([5, 0, 9], [0, 4, 300], 304),  # queries without keys, keys without queries
+        ([3, 4], [0, 0], 0),  # no queries
+    ],
+)
+def test_shapes_of_note(
+    device: str, dim: int, k_lengths: list[int], q_lengths: list[int] | None, rows: int
+) -> None:
+    total = sum(k_lengths)
+    q, k, v = normal(device, rows, 2, dim), normal(device, total, 1, dim), normal(device, total, 1, dim)
+    check(Problem(q, k, v, k_lengths, q_lengths))
+
+
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, (-1, -1)), (False, (0, 0)), (False, (40, -1)), (False, (-1, 7)), (True, (64, 9))]
+)
+@pytest.mark.parametrize("k_length", [50, 128, 333])
+def test_masks(device: str, causal: bool, window: tuple[int, int], k_length: int) -> None:
+    """Fewer keys than queries leaves rows that see nothing; more leaves a diagonal that starts off a block's edge."""
+    q_length = 200
+    q, k, v = (normal(device, n, 1, 64) for n in (q_length, k_length, k_length))
+    check(Problem(q, k, v, [k_length], [q_length], causal, window))

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jfabench.folder import ResultFolder
+from jfabench.policy import MeasurePolicy
+from jfabench.records import Case, Record, read_records
+from jfabench.run import FolderError, Workers, open_log, run_sweep
+from jfabench.sweep import Sweep, load_sweep
+from jfabench.worker import EXIT_DEVICE_LOST, Job
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.phases: list[tuple[str | None, str]] = []
+        self.records: list[Record] = []
+
+    def phase(self, case: Case | None, phase: str) -> None:
+        self.phases.append((case.provider if case else None, phase))
+
+    def record(self, record: Record) -> None:
+        self.records.append(record)
+
+
+def small_sweep() -> Sweep:
+    return load_sweep("jagged.yaml", "cpu", settings=["lengths.max_len=64", "lengths.fill=0.5"])
+
+
+def ok(case: Case) -> Record:
+    return Record(case, "ok", "2026-01-01T00:00:00+00:00", env={"gpu": None})
+
+
+# The log -------------------------------------------------------------------------------------------------------------
+
+
+@given(torn=st.binary(max_size=200).filter(lambda tail: b"\n" not in tail), whole=st.integers(0, 3))
+def test_a_torn_tail_is_cut_and_whole_lines_stay(
+    tmp_path_factory: pytest.TempPathFactory, torn: bytes, whole: int
+) -> None:
+    folder = ResultFolder(tmp_path_factory.mktemp("log"))
+    cases = small_sweep().cases
+    lines = "".join(ok(case).to_line() for case in cases[:whole]).encode()
+    folder.records.write_bytes(lines + torn)
+    with open_log(folder) as log:
+        log.append(ok(cases[5]))
+    assert folder.records.read_bytes() == lines + ok(cases[5]).to_line().encode()
+
+
+def test_a_torn_tail_longer_than_one_read_is_cut(tmp_path: Path) -> None:
+    folder = ResultFolder(tmp_path)
+    line = ok(small_sweep().cases[0]).to_line().encode()
+    folder.records.write_bytes(line + b"x" * 300_000)
+    with open_log(folder):
+        pass
+    assert folder.records.read_bytes() == line
+
+
+# A worker, replaced by a script --------------------------------------------------------------------------------------
+
+
+def scripted(tmp_path: Path, body: str) -> tuple[str, ...]:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import json, os, signal, sys, time
+            job = json.load(sys.stdin)
+            stream = os.fdopen(int(sys.argv[1]), "w")
+            def send(**event):
+                stream.write(json.dumps(event) + "\\n"); stream.flush()
+            cases = job["cases"]
+            def key(i):
+                return json.dumps(cases[i], sort_keys=True, separators=(",", ":"))
+            def record(i):
+                send(event="record", record={"case": cases[i], "status": "ok", "when": "", "schema": 1})
+            """
+        )
+        + textwrap.dedent(body)
+    )
+    return (sys.executable, str(script))
+
+
+def visit(tmp_path: Path, body: str, timeout: float = 20.0) -> tuple[list[Record], Heard]:
+    heard = Heard()
+    job = Job(small_sweep().cases[:3], "cpu", MeasurePolicy())  # type: ignore[call-arg]
+    workers = Workers("cpu", tmp_path / "worker.log", timeout, scripted(tmp_path, body))
+    return list(workers.run(job, heard)), heard
+
+
+def outcomes(records: list[Record]) -> list[tuple[str, str]]:
+    return [(record.case.provider, record.status) for record in records]
+
+
+def test_records_and_phases_of_a_good_worker(tmp_path: Path) -> None:
+    records, heard = visit(
+        tmp_path, "send(event='phase', case=key(1), phase='check')\nfor i in range(3): record(i)\nsend(event='done')"
+    )
+    assert outcomes(records) == [("reference", "ok"), ("sdpa_padded", "ok"), ("triton_jfa", "ok")]
+    assert heard.phases == [("sdpa_padded", "check")]
+
+
+def test_the_case_at_hand_is_blamed_for_a_crash(tmp_path: Path) -> None:
+    records, _ = visit(
+        tmp_path, "record(0)\nsend(event='phase', case=key(2), phase='measure')\nos.kill(os.getpid(), signal.SIGABRT)"
+    )
+    assert outcomes(records) == [("reference", "ok"), ("triton_jfa", "failed")]
+    assert "SIGABRT" in records[1].reason
+    assert "'measure'" in records[1].reason
+
+
+def test_a_crash_before_any_case_is_blamed_on_all(tmp_path: Path) -> None:
+    records, _ = visit(tmp_path, "send(event='phase', case=None, phase='inputs')\nsys.exit('no driver')")
+    assert outcomes(records) == [(name, "failed") for name in ("reference", "sdpa_padded", "triton_jfa")]
+    assert all("code 1" in record.reason and "no driver" in record.reason for record in records)
+
+
+def test_a_lost_device_blames_nobody_after_its_record(tmp_path: Path) -> None:
+    records, _ = visit(
+        tmp_path,
+        f"send(event='phase', case=None, phase='finish')\nrecord(0)\nos._exit({EXIT_DEVICE_LOST})",
+    )
+    assert outcomes(records) == [("reference", "ok")]
+
+
+def test_a_child_that_holds_the_pipe_open_does_not_hide_the_crash(tmp_path: Path) -> None:
+    records, _ = visit(
+        tmp_path,
+        "send(event='phase', case=key(0), phase='check')\nif os.fork() == 0: time.sleep(60)\nos._exit(9)",
+        timeout=30,
+    )
+    assert outcomes(records) == [("reference", "failed")]
+    assert "code 9" in records[0].reason
+
+
+def test_a_timeout_counts_from_the_last_event(tmp_path: Path) -> None:
+    steps = "for _ in range(4):\n    send(event='phase', case=key(0), phase='measure'); time.sleep(0.5)\n"
+    records, _ = visit(tmp_path, steps + "record(0); record(1); record(2); send(event='done')", timeout=1.5)
+    assert outcomes(records)[0] == ("reference", "ok")
+    records, _ = visit(tmp_path, steps + "time.sleep(60)", timeout=1.5)
+    assert outcomes(records) == [("reference", "timeout")]
+
+
+def test_a_worker_held_ready_gets_the_next_job_and_is_ended_when_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = f"open({str(tmp_path / 'started')!r}, 'a').write(str(os.getpid()) + '\\n')\nfor i in range(3): record(i)\n"
+    command = scripted(tmp_path, body + "send(event='done')")
+    job = Job(small_sweep().cases[:3], "cpu", MeasurePolicy())  # type: ignore[call-arg]
+    workers = Workers("cuda", tmp_path / "worker.log", 20.0, command)
+    workers.hold_ready()
+    workers.hold_ready()
+    waiting = workers._waiting
+    assert waiting is not None
+    assert len(list(workers.run(job, Heard()))) == 3
+    assert (tmp_path / "started").read_text().split() == [str(waiting.process.pid)]
+    workers.hold_ready()
+    waiting = workers._waiting
+    assert waiting is not None
+    workers.close()
+    assert waiting.process.returncode is not None
+    first, second = workers.run(job, Heard()), workers.run(job, Heard())
+    assert len([*first, *second]) == 6
+    on_cpu = Workers("cpu", tmp_path / "worker.log", 20.0, command)
+    on_cpu.hold_ready()
+    assert on_cpu._waiting is None
+
+
+# A sweep, with scripted workers --------------------------------------------------------------------------------------
+
+
+class FakeWorkers:
+    def __init__(self, run: Callable[[Job], Iterator[Record]]) -> None:
+        self._run = run
+        self.closed = False
+
+    def run(self, job: Job, _: Any) -> Iterator[Record]:
+        return self._run(job)
+
+    def hold_ready(self) -> None:
+        raise AssertionError("there is one shape only")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def start(tmp_path: Path, run: Callable[[Job], Iterator[Record]], **options: Any) -> list[Record]:
+    workers = FakeWorkers(run)
+    try:
+        return run_sweep(
+            small_sweep(),
+            ResultFolder(tmp_path / "out"),
+            device="cpu",
+            command_line="test",
+            summaries={},
+            listener=Heard(),
+            workers=workers,  # type: ignore[arg-type]
+            **options,
+        )
+    finally:
+        assert workers.closed
+
+
+def test_after_a_crash_the_rest_of_the_shape_gets_a_fresh_worker(tmp_path: Path) -> None:
+    jobs: list[list[tuple[str, str]]] = []
+
+    def worker(job: Job) -> Iterator[Record]:
+        jobs.append([(case.provider, case.direction) for case in job.cases])
+        if len(jobs) == 1:
+            yield ok(job.cases[1])
+            yield Record(job.cases[2], "failed", "", reason="crash")
+        else:
+            yield from map(ok, job.cases)
+
+    records = start(tmp_path, worker)
+    first, second = jobs
+    assert len(first) == 6
+    assert second == [first[0], *first[3:]]
+    assert sorted(record.status for record in records) == ["failed"] + ["ok"] * 5
+    crashed = next(record for record in records if record.status == "failed")
+    assert crashed.work is not None, "the work of a crashed case is known all the same"
+    assert crashed.inputs["label"]
+
+
+def test_a_worker_that_does_nothing_cannot_loop_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="without a record"):
+        start(tmp_path, lambda _: iter(()))
+
+
+def test_resume_skips_what_is_there_and_needs_to_be_asked_for(tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def worker(job: Job) -> Iterator[Record]:
+        started.append(len(job.cases))
+        for number, case in enumerate(job.cases):
+            if len(started) == 1 and number == 4:
+                raise KeyboardInterrupt
+            yield ok(case)
+
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path, worker)
+    with pytest.raises(FolderError, match="--resume"):
+        start(tmp_path, worker)
+    assert len(start(tmp_path, worker, resume=True)) == 6
+    assert started == [6, 2]
+    assert len(read_records(tmp_path / "out" / "records.jsonl").records) == 6
