@@ -228,6 +228,8 @@ def _worker_environment(device: str) -> dict[str, str]:
         # The plain Triton kernel runs under Triton's interpreter, chosen when triton is imported.
         values["TRITON_INTERPRET"] = "1"
         values["CUDA_VISIBLE_DEVICES"] = ""
+        # The shapes of the CPU scale are tiny: threads that wait for each other cost more than they compute.
+        values.setdefault("OMP_NUM_THREADS", "1")
     return values
 
 

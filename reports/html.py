@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from jfabench.folder import ResultFolder
 from jfabench.records import STATUSES
-from jfabench.reports import charts, derive, palette
+from jfabench.reports import charts, derive, figures, palette
 from jfabench.reports.load import Results, load, not_ok, write_table
 
 # How each operator counts its work, for readers; the counting itself is the operator's.
@@ -66,9 +66,9 @@ def render(results: Results, drawn: charts.Charts) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=_number, percent=_percent, short=charts.short_name)
+    environment.filters.update(number=_number, percent=_percent, short=figures.short_name)
     rows = results.rows
-    plan = charts.layout(charts.filled(rows), results.axes)
+    plan = figures.layout(figures.filled(rows), results.axes)
     failed, neutral = not_ok(results)
     return environment.get_template("report.html").render(
         results=results,
@@ -90,7 +90,7 @@ def render(results: Results, drawn: charts.Charts) -> str:
             mode: MODES.get(mode, "a mode that this version does not know.") for mode in rows["mode"].unique() if mode
         },
         work_text={name: WORK.get(name, "As the operator defines it.") for name in rows["operator"].unique()},
-        cpu_note=charts.CPU_NOTE,
+        cpu_note=figures.CPU_NOTE,
         when=_period(rows),
         theme=_theme(),
         place=_shown(results.target.root),
@@ -175,7 +175,7 @@ class LegendEntry:
 def _legend(results: Results) -> list[LegendEntry]:
     texts = results.manifest.providers if results.manifest else {}
     present = set(results.rows["provider"])
-    styles = charts.provider_styles(results)
+    styles = figures.provider_styles(results)
     return [
         LegendEntry(name, style, texts.get(name, ""), name == results.baseline)
         for name, style in styles.items()
@@ -204,7 +204,7 @@ def _slices(results: Results, panel: str | None) -> dict[str, Any] | None:
     """Mean speedups for each value of the panel parameter: columns (direction, value), rows providers."""
     if panel is None or results.rows["speedup"].isna().all():
         return None
-    summary = derive.summary(charts.filled(results.rows), [panel])
+    summary = derive.summary(figures.filled(results.rows), [panel])
     columns = list(dict.fromkeys(zip(summary["direction"], summary[panel], strict=True)))
     columns.sort(key=lambda column: list(summary["direction"]).index(column[0]))
     cells = {(str(row["provider"]), row["direction"], row[panel]): row for row in summary.to_dict("records")}
@@ -255,16 +255,16 @@ def _environment_tables(environments: Sequence[tuple[Mapping[str, Any], int]]) -
 # The table's data ----------------------------------------------------------------------------------------------------
 
 
-def table_data(results: Results, plan: charts.Layout) -> dict[str, Any]:
+def table_data(results: Results, plan: figures.Layout) -> dict[str, Any]:
     """The results table as compact JSON: one array per column, words stored once, numbers with five digits."""
-    rows = charts.filled(results.rows)
+    rows = figures.filled(results.rows)
     axes = [name for name in [*plan.figures, plan.panel, plan.x] if name]
     columns = [_words("case", "case", rows["label"])] if not axes else []
     for name in axes:
         values = rows[name]
         numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
         make = _numbers if numeric else _words
-        columns.append(make(name, charts.short_name(name), values) | {"title": name})
+        columns.append(make(name, figures.short_name(name), values) | {"title": name})
     columns += [
         _words("provider", "provider", rows["provider"]),
         _words("direction", "direction", rows["direction"]),

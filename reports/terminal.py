@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jfabench.reports import derive
-from jfabench.reports.charts import CPU_NOTE, speed_unit
+from jfabench.reports.figures import CPU_NOTE, speed_unit
 from jfabench.reports.load import Results
 
 # Short enough for a column; the report spells them out.

@@ -34,10 +34,10 @@ def jagged_flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over packed sequences: per sequence ``b``, ``softmax(sm_scale * Q_b K_b^T + mask) V_b``.
 
-    Sequence ``b`` owns rows ``k_offsets[b]:k_offsets[b + 1]`` of ``k`` and ``v``. Any sequence may be empty. A query that
-    sees no key gives a zero output row and ``lse = -inf``, and contributes nothing to any gradient. Differentiable in
-    ``q``, ``k`` and ``v`` (any subset of them), usable under ``torch.compile`` and CUDA-graph capture, and free of host
-    synchronisation unless ``validate`` is set.
+    Sequence ``b`` owns rows ``k_offsets[b]:k_offsets[b + 1]`` of ``k`` and ``v``. Any sequence may be empty. A query
+    that sees no key gives a zero output row and ``lse = -inf``, and contributes nothing to any gradient. Differentiable
+    in ``q``, ``k`` and ``v`` (any subset of them), usable under ``torch.compile`` and CUDA-graph capture. Does not wait
+    for the device, except with ``validate``, and to time a few configurations on the first call of a new kind.
 
     Args:
         q: ``[total_q, H, D]`` packed queries, or ``[M, H, D]`` with ``broadcast_q``. bfloat16 or float16, contiguous.
@@ -53,13 +53,15 @@ def jagged_flash_attention(
             unbounded. ``causal`` sets ``right`` to 0.
         sm_scale: positive factor on the scores before the softmax; defaults to ``D ** -0.5``.
         deterministic: bitwise equal results from run to run, also across processes: a fixed kernel configuration
-            instead of the one that was fastest when first tried. (Without it, results repeat within a process.)
+            instead of the one that was fastest when first tried. (No kernel uses atomics, so that without it, too,
+            results repeat within a process.)
         return_lse: also return the log-sum-exp of the scores.
         validate: check the values of the offsets. Synchronises with the device; for debugging.
 
     Returns:
-        ``out``, ``[total_q, H, D]`` or ``[B * M, H, D]`` with ``broadcast_q``, in the dtype of ``q``; with ``return_lse``
-        the pair ``(out, lse)``, where ``lse`` is ``[H, rows of out]`` float32, natural logarithm, not differentiable.
+        ``out``, ``[total_q, H, D]`` or ``[B * M, H, D]`` with ``broadcast_q``, in the dtype of ``q``; with
+        ``return_lse`` the pair ``(out, lse)``, where ``lse`` is ``[H, rows of out]`` float32, natural logarithm, not
+        differentiable.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device, layout or value; the message names it.

@@ -14,9 +14,9 @@ import triton.language as tl
 def load_block(descriptor, start, first, length, column, BOUNDED: tl.constexpr):
     """``[ROWS, D]`` rows from ``first`` on of the sequence at row ``start``, through a tensor descriptor (TMA).
 
-    The hardware computes the addresses, which frees the registers that decide whether a kernel spills. It knows nothing of
-    sequences, so rows from ``length`` on are a neighbour's; ``BOUNDED`` replaces them with zeros, for where they would be
-    summed over. As independent rows of a result that are never stored they do no harm.
+    The hardware computes the addresses, which frees the registers that decide whether a kernel spills. It knows nothing
+    of sequences, so rows from ``length`` on are a neighbour's; ``BOUNDED`` replaces them with zeros, for where they
+    would be summed over. As independent rows of a result that are never stored they do no harm.
     """
     rows = descriptor.load([start + first, column])
     if BOUNDED:
@@ -34,7 +34,7 @@ def row_pointers(base, row, column, stride, ROWS: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def store_rows(base, start, first, length, column, stride, rows):
-    """Store ``rows`` ``[ROWS, D]`` from ``first`` on of the sequence at row ``start``, except those from ``length`` on."""
+    """Store ``[ROWS, D]`` as the rows from ``first`` on of the sequence at row ``start``, up to its ``length``."""
     offset = first + tl.arange(0, rows.shape[0])
     pointers = row_pointers(base, tl.cast(start, tl.int64) + first, column, stride, rows.shape[0], rows.shape[1])
     tl.store(pointers, rows.to(base.dtype.element_ty), mask=(offset < length)[:, None])
@@ -44,21 +44,17 @@ def store_rows(base, start, first, length, column, stride, rows):
 def load_row_values(base, first, length, absent, ROWS: tl.constexpr, BOUNDED: tl.constexpr):
     """``[ROWS]`` per-row values from ``first`` on; with ``BOUNDED``, ``absent`` from ``length`` on."""
     offset = first + tl.arange(0, ROWS)
-    if BOUNDED:
-        values = tl.load(base + offset, mask=offset < length, other=absent)
-    else:
-        values = tl.load(base + offset)
-    return values
+    return tl.load(base + offset, mask=offset < length, other=absent) if BOUNDED else tl.load(base + offset)
 
 
 @triton.jit
 def visible_span(first, length, before, after, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Where a block of ``ROWS`` rows has to look on the other side, which has ``length`` rows and is read in ``STEP``s.
+    """Where a block of ``ROWS`` rows has to look on the other side, of ``length`` rows that are read in ``STEP``s.
 
     ``first`` is the position that the block's first row faces; a row at position ``p`` sees ``p - before`` to
     ``p + after``. Returns ``begin, inner, tail, end``, of which the first three are multiples of ``STEP``: blocks in
-    ``[inner, tail)`` exist in full and are seen whole by every row, those in ``[begin, inner)`` and ``[tail, end)`` cross
-    an edge of the window or the end of the sequence, and no row sees anything else.
+    ``[inner, tail)`` exist in full and are seen whole by every row, those in ``[begin, inner)`` and ``[tail, end)``
+    cross an edge of the window or the end of the sequence, and no row sees anything else.
     """
     begin = 0
     inner = 0
@@ -78,17 +74,13 @@ def visible_span(first, length, before, after, ROWS: tl.constexpr, STEP: tl.cons
 def span_blocks(span, STEP: tl.constexpr, EDGE: tl.constexpr):
     """Number of blocks of a :func:`visible_span` that cross an edge (``EDGE``), or that do not."""
     begin, inner, tail, end = span
-    if EDGE:
-        count = (inner - begin) // STEP + (end - tail + STEP - 1) // STEP
-    else:
-        count = (tail - inner) // STEP
-    return count
+    return (inner - begin) // STEP + (end - tail + STEP - 1) // STEP if EDGE else (tail - inner) // STEP
 
 
 @triton.jit
 def span_block(span, index, STEP: tl.constexpr, EDGE: tl.constexpr):
-    """First row of the ``index``-th of those blocks. One loop for both edges: a third would not fit the registers."""
-    begin, inner, tail, end = span
+    """First row of the ``index``-th of those blocks. Both edges share a loop: a third would not fit the registers."""
+    begin, inner, tail, _ = span
     if EDGE:
         leading = (inner - begin) // STEP
         first = tl.where(index < leading, begin + index * STEP, tail + (index - leading) * STEP)

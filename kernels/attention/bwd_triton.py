@@ -4,8 +4,8 @@
 2. ``dkdv_kernel``: a program owns a block of keys and loops over the queries (of all heads that share it).
 3. ``dq_kernel``: a program owns a block of queries and loops over the keys. With broadcast queries,
    ``broadcast_dq_kernel`` keeps one block of the shared ``dQ`` in registers over a share of the batch, and the shares'
-   float32 partial sums are added afterwards: the alternative, one atomic add of ``[M, D]`` per block of keys, would move as
-   many bytes into half a megabyte of addresses as the matmuls take time.
+   float32 partial sums are added afterwards. (One atomic add of ``[M, D]`` per block of keys would send gigabytes of
+   reductions into half a megabyte of addresses.)
 
 Recomputing ``P`` in both passes costs seven matmuls instead of five. The formulas are those of FlashAttention-2
 (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 2).
@@ -32,11 +32,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def delta_kernel(out, dout, lse, delta, lse2, rows, D: tl.constexpr, BLOCK: tl.constexpr):
-    """``delta`` and ``lse2``, both ``[H, rows]`` float32, from ``out``, ``dout`` ``[rows, H, D]`` and ``lse`` ``[H, rows]``.
+    """Row sums ``delta`` of ``dout * out`` and log-sum-exp ``lse2`` in base 2, both ``[H, rows]`` float32.
 
-    A row without keys gets ``lse2 = +inf``, so that ``exp2(score - lse2)`` is 0 for it without a mask.
+    ``out`` and ``dout`` are ``[rows, H, D]``, ``lse`` is ``[H, rows]``. A row without keys gets ``lse2 = +inf``, so
+    that ``exp2(score - lse2)`` is 0 for it without a mask.
     """
     head = tl.program_id(1)
     stride = tl.num_programs(1) * D
@@ -53,10 +54,10 @@ def delta_kernel(out, dout, lse, delta, lse2, rows, D: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _dkdv_step(dk, dv, k, v, queries, member, first, window, scale_log2, BLOCK_M: tl.constexpr, EDGE: tl.constexpr):
-    """Add queries ``[first, first + BLOCK_M)`` of one head to ``dk``, ``dv`` ``[N, D]``; scores are transposed, ``[N, M]``.
+    """Add queries ``[first, first + BLOCK_M)`` of one head to ``dk``, ``dv`` ``[N, D]``; the scores are ``[N, M]``.
 
-    Rows past either end need no mask on the scores: absent queries have ``lse2 = +inf``, absent keys are never stored. But
-    absent rows of ``q`` and ``dout`` are summed over, so they must be zeros.
+    Rows past either end need no mask on the scores: absent queries have ``lse2 = +inf``, absent keys are never stored.
+    But absent rows of ``q`` and ``dout`` are summed over, so they must be zeros.
     """
     q_blocks, do_blocks, lse2_base, delta_base, rows, first_head, q_start, out_start, q_len, first_facer = queries
     left, right = window
@@ -101,7 +102,7 @@ def _dkdv_over_queries(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "left", "right"])
 def dkdv_kernel(
     q,  # descriptor of [total_q or M, H * D], blocks of [BLOCK_M, D]
     k,  # descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]
@@ -135,7 +136,7 @@ def dkdv_kernel(
         tile_v = load_block(v, k_start, key, k_len, column, BOUNDED=False)
         facer = key - (k_len - q_len)  # the query that faces the first key of the tile
         queries = (q, dout, lse2, delta, rows, k_head * GROUP, q_start, out_start, q_len, facer)
-        # Seen from the keys the window is mirrored: `right` reaches back to earlier queries, `left` ahead to later ones.
+        # Seen from the keys the window is mirrored: `right` reaches back to earlier queries, `left` to later ones.
         span = visible_span(facer, q_len, right, left, BLOCK_N, BLOCK_M)
 
         acc_k = tl.zeros([BLOCK_N, D], tl.float32)
@@ -190,7 +191,7 @@ def _dq_over_keys(dq, q, do_rows, keys, row, window, scale_log2, BLOCK_N: tl.con
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "left", "right"])
 def dq_kernel(
     q,  # descriptor of [total_q, H * D], blocks of [BLOCK_M, D]
     k,  # descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]
@@ -227,7 +228,7 @@ def dq_kernel(
         store_rows(dq, q_start, row, q_len, q_column, heads * D, acc * sm_scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "M", "left", "right"])
 def broadcast_dq_kernel(
     q,  # descriptor of [M, H * D], blocks of [BLOCK_M, D]
     k,  # descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]

@@ -1,8 +1,8 @@
 """Forward kernel in plain Triton: one tile of queries against its sequence's keys, with an online softmax.
 
-Scores stay in base 2 (``exp2`` is one instruction) with ``sm_scale * log2(e)`` folded into a single multiply-add. The loop
-over keys is split so that only blocks that cross a sequence end or a window edge pay for a mask. The recurrence is that of
-FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1).
+Scores stay in base 2 (``exp2`` is one instruction) with ``sm_scale * log2(e)`` folded into a single multiply-add. The
+loop over keys is split so that only blocks that cross a sequence end or a window edge pay for a mask. The recurrence is
+that of FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _finish(acc, peak, total):
     return out, (peak + tl.log2(safe)) * LN2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "left", "right"])
 def forward_kernel(
     q,  # descriptor of [total_q or M, H * D], blocks of [BLOCK_M, D]
     k,  # descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]

@@ -1,4 +1,4 @@
-"""Launching kernels, compiled or under Triton's interpreter (``TRITON_INTERPRET=1``), which is the path for CPU tensors.
+"""Launching kernels, compiled or, for tensors on the CPU, under Triton's interpreter (``TRITON_INTERPRET=1``).
 
 The stock interpreter is not faithful for bfloat16: it truncates where the hardware rounds to nearest even, and it
 multiplies the raw bits of bfloat16 dot operands unless they are widened first. It also patches ``triton.language`` anew
@@ -60,7 +60,8 @@ def _faithful_interpreter() -> Iterator[None]:
             return bfloat16_bits(data)
         if (source, target) == (tl.bfloat16, tl.float32):
             return widen_bfloat16(data)
-        return convert_float(data, source, target, rounding)
+        converted: np.ndarray = convert_float(data, source, target, rounding)
+        return converted
 
     def patch_once(_fn: Any) -> Any:
         nonlocal patched

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,8 +23,7 @@ from .tiles import Sequences, build_tiles
 from .tune import fastest
 
 
-@dataclass(frozen=True)
-class Mask:
+class Mask(NamedTuple):
     """Window bounds as kernels take them: None where unbounded."""
 
     left: int | None
@@ -82,8 +82,8 @@ def make_problem(
     """Bundle checked arguments; ``q_offsets`` None means broadcast queries."""
     if not (q.is_cuda or is_interpreted(forward_kernel)):
         raise RuntimeError(
-            f"jagged_flash_attention runs on CUDA tensors, got {q.device}: to run on the CPU, set TRITON_INTERPRET=1 in the "
-            "environment before Python starts."
+            f"jagged_flash_attention runs on CUDA tensors, got {q.device}: to run on the CPU, set TRITON_INTERPRET=1 "
+            "in the environment before Python starts."
         )
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     sequences = Sequences(q_offsets, k_offsets, q.shape[0], k.shape[0])
@@ -93,7 +93,7 @@ def make_problem(
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """``out`` ``[rows, H, D]`` and ``lse`` ``[H, rows]``."""
-    q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
+    q, sequences = problem.q, problem.sequences
     rows = sequences.rows
     out = q.new_empty((rows, problem.heads, problem.head_dim))
     lse = q.new_empty((problem.heads, rows), dtype=torch.float32)
@@ -105,16 +105,13 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
         run_kernel(
             forward_kernel,
             (tiles.most, problem.heads),
-            _row_blocks(q, config.block_m),
-            _row_blocks(k, config.block_n),
-            _row_blocks(v, config.block_n),
+            *_operands(problem, config),
             out,
             lse,
             tiles.entries,
             rows,
             problem.sm_scale * math.log2(math.e),
-            problem.mask.left,
-            problem.mask.right,
+            *problem.mask,
             **_compile_options(problem, config),
         )
 
@@ -150,18 +147,15 @@ def _row_statistics(out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, Ten
 
 
 def _dkdv(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
-    heads = k.shape[1]
+    sequences = problem.sequences
+    dk, dv = torch.empty_like(problem.k), torch.empty_like(problem.v)
 
     def launch(config: Config) -> None:
         tiles = build_tiles(sequences, config.block_n, over_keys=True)
         run_kernel(
             dkdv_kernel,
-            (tiles.most, heads),
-            _row_blocks(q, config.block_m),
-            _row_blocks(k, config.block_n),
-            _row_blocks(v, config.block_n),
+            (tiles.most, problem.k.shape[1]),
+            *_operands(problem, config),
             _row_blocks(dout, config.block_m),
             lse2,
             delta,
@@ -170,8 +164,7 @@ def _dkdv(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> tuple[
             tiles.entries,
             sequences.rows,
             problem.sm_scale,
-            problem.mask.left,
-            problem.mask.right,
+            *problem.mask,
             **_compile_options(problem, config),
         )
 
@@ -180,17 +173,15 @@ def _dkdv(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> tuple[
 
 
 def _dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
-    q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
-    dq = torch.empty_like(q)
+    sequences = problem.sequences
+    dq = torch.empty_like(problem.q)
 
     def launch(config: Config) -> None:
         tiles = build_tiles(sequences, config.block_m)
         run_kernel(
             dq_kernel,
             (tiles.most, problem.heads),
-            _row_blocks(q, config.block_m),
-            _row_blocks(k, config.block_n),
-            _row_blocks(v, config.block_n),
+            *_operands(problem, config),
             _row_blocks(dout, config.block_m),
             lse2,
             delta,
@@ -198,8 +189,7 @@ def _dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
             tiles.entries,
             sequences.rows,
             problem.sm_scale,
-            problem.mask.left,
-            problem.mask.right,
+            *problem.mask,
             **_compile_options(problem, config),
         )
 
@@ -208,7 +198,7 @@ def _dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
 
 
 def _broadcast_dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
-    q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
+    q, sequences = problem.q, problem.sequences
     by_length = build_tiles(sequences, sequences.M)  # one tile a sequence
 
     def launch(config: Config) -> Tensor:
@@ -218,9 +208,7 @@ def _broadcast_dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -
         run_kernel(
             broadcast_dq_kernel,
             (blocks, problem.heads, shares),
-            _row_blocks(q, config.block_m),
-            _row_blocks(k, config.block_n),
-            _row_blocks(v, config.block_n),
+            *_operands(problem, config),
             _row_blocks(dout, config.block_m),
             lse2,
             delta,
@@ -229,8 +217,7 @@ def _broadcast_dq(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -
             sequences.rows,
             sequences.M,
             problem.sm_scale,
-            problem.mask.left,
-            problem.mask.right,
+            *problem.mask,
             **_compile_options(problem, config),
         )
         return partial
@@ -249,15 +236,20 @@ def _row_blocks(packed: Tensor, block: int) -> TensorDescriptor:
     return TensorDescriptor(packed, [rows, heads * head_dim], [heads * head_dim, 1], [block, head_dim])
 
 
+def _operands(problem: Problem, config: Config) -> tuple[TensorDescriptor, ...]:
+    q, k, v = problem.q, problem.k, problem.v
+    return _row_blocks(q, config.block_m), _row_blocks(k, config.block_n), _row_blocks(v, config.block_n)
+
+
 def _compile_options(problem: Problem, config: Config) -> dict[str, int]:
-    return dict(
-        GROUP=problem.group,
-        D=problem.head_dim,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    return {
+        "GROUP": problem.group,
+        "D": problem.head_dim,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
 
 
 def _choose(kernel: str, problem: Problem, launch: Callable[[Config], object]) -> Config:
@@ -267,7 +259,9 @@ def _choose(kernel: str, problem: Problem, launch: Callable[[Config], object]) -
     limit = _properties(device).shared_memory_per_block_optin
     usable = [c for c in configs.CANDIDATES[kernel] if configs.fits(kernel, c, problem.head_dim, limit)]
     if not usable:
-        raise RuntimeError(f"jagged_flash_attention: no configuration of the {kernel} kernel fits {limit} bytes of shared memory.")
+        raise RuntimeError(
+            f"jagged_flash_attention: no configuration of the {kernel} kernel fits {limit} bytes of shared memory."
+        )
     if problem.deterministic:
         return usable[0]
     sequences, mask = problem.sequences, problem.mask
@@ -288,7 +282,7 @@ def _choose(kernel: str, problem: Problem, launch: Callable[[Config], object]) -
 
 
 @functools.cache
-def _properties(device: torch.device) -> object:
+def _properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
 
 

@@ -1,7 +1,7 @@
 """The registered operators: what torch's dispatcher, autograd and compiler know about the kernels.
 
-``q_offsets`` is None for broadcast queries. Arguments have been checked by :mod:`.api`. The kernels are imported when first
-run, so that fake tensors need neither a GPU nor Triton.
+``q_offsets`` is None for broadcast queries. Arguments have been checked by :mod:`.api`. The kernels are imported when
+first run, so that fake tensors need neither a GPU nor Triton.
 """
 
 from typing import Any

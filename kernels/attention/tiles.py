@@ -1,14 +1,14 @@
 """The tile list: which blocks of rows exist, heaviest first, built on the device without a host synchronisation.
 
 A grid of ``max_len / BLOCK x B`` programs would be mostly empty for uneven lengths, and sizing it needs a maximum that
-only the device knows. Instead one small kernel writes the list of existing tiles, and the attention kernels walk it.
-Longest-processing-time-first order keeps the last wave short. An entry carries everything that a program needs to start,
-so that it is one load away from its first tile of data, and the attention kernels never look at offsets:
+only the device knows. Instead one small kernel writes the list of existing tiles, and program ``i`` of an attention
+kernel handles tile ``i``. Longest-processing-time-first order keeps the last wave short. An entry carries everything
+that a program needs to start, so that it is one load away from its data, and the kernels never look at offsets:
 
     block, q_start, q_len, k_start, k_len, out_start
 
-``block`` counts along queries or keys, whichever side was tiled. ``out_start`` is the first row of the sequence in ``out``
-(and ``dout``, ``lse``): ``q_start`` for packed queries, ``b * M`` for broadcast queries, whose ``q_start`` is always 0.
+``block`` counts along queries or keys, whichever side was tiled. ``out_start`` is the first row of the sequence in
+``out`` (and ``dout``, ``lse``): ``q_start`` for packed queries, ``b * M`` for broadcast ones, whose ``q_start`` is 0.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from .interpret import run_kernel
 
+CHUNK = tl.constexpr(128)  # sequences compared at a time
+WRITE = tl.constexpr(16)  # entries of one sequence written at a time
 ENTRY = tl.constexpr(8)  # int32 words per entry: six used, padded so that an entry is one aligned 32-byte sector
 
 
@@ -34,7 +36,7 @@ def tile_count(tiles):
 @triton.jit
 def load_tile(tiles, index):
     """``block, q_start, q_len, k_start, k_len, out_start`` of one tile, int32."""
-    entry = tiles + (index + 1) * ENTRY
+    entry = tiles + tl.cast(index + 1, tl.int64) * ENTRY
     block = tl.load(entry)
     q_start = tl.load(entry + 1)
     q_len = tl.load(entry + 2)
@@ -54,7 +56,7 @@ def _extents(offsets, ids, B):
 
 @triton.jit
 def _query_extents(q_offsets, ids, B, M):
-    """Like ``_extents``, for queries that are either packed or one block of ``M`` shared by all (``q_offsets`` None)."""
+    """Like ``_extents``, for queries that are packed or, with ``q_offsets`` None, one block of ``M`` shared by all."""
     if q_offsets is None:
         start = tl.zeros_like(ids)
         length = tl.where(ids < B, M, 0)
@@ -75,10 +77,8 @@ def _weight_and_count(q_offsets, k_offsets, ids, B, M, block, OVER_KEYS: tl.cons
     return weight, (tiled + block - 1) // block
 
 
-@triton.jit
-def tile_kernel(
-    tiles, q_offsets, k_offsets, B, M, block, OVER_KEYS: tl.constexpr, SEQUENCES: tl.constexpr, CHUNK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["B", "M", "block"])
+def tile_kernel(tiles, q_offsets, k_offsets, B, M, block, OVER_KEYS: tl.constexpr, SEQUENCES: tl.constexpr):
     """Rank ``SEQUENCES`` sequences by counting the tiles that come before theirs, then write their entries.
 
     Counting is quadratic in ``B`` but has no dependence between programs: 0.6 M comparisons at B = 768.
@@ -100,11 +100,11 @@ def tile_kernel(
     q_start, q_len = _query_extents(q_offsets, mine, B, M)
     k_start, k_len = _extents(k_offsets, mine, B)
     out_start = mine * M if q_offsets is None else q_start
-    for begin in range(0, tl.max(count, 0), CHUNK):
-        i = begin + tl.arange(0, CHUNK)[None, :]
+    for begin in range(0, tl.max(count, 0), WRITE):
+        i = begin + tl.arange(0, WRITE)[None, :]
         # Under a causal mask the last block of queries and the first block of keys have the most work: start there.
         number = i if OVER_KEYS else count[:, None] - 1 - i
-        entry = tiles + (first[:, None] + i + 1) * ENTRY
+        entry = tiles + (first[:, None] + i + 1).to(tl.int64) * ENTRY
         exists = i < count[:, None]
         tl.store(entry, number, mask=exists)
         tl.store(entry + 1, q_start[:, None] + 0 * i, mask=exists)
@@ -142,7 +142,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class TileList:
-    """``entries`` is int32 ``[1 + most, ENTRY]`` on the device; the host knows only that at most ``most`` are filled."""
+    """``entries`` is int32 ``[1 + most, ENTRY]`` on the device; how many are filled, up to ``most``, only it knows."""
 
     entries: Tensor
     most: int
@@ -169,7 +169,6 @@ def build_tiles(sequences: Sequences, block: int, *, over_keys: bool = False) ->
         block,
         OVER_KEYS=over_keys,
         SEQUENCES=per_program,
-        CHUNK=128,
         num_warps=4,
     )
     return TileList(entries, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -16,8 +17,8 @@ _chosen: dict[Hashable, Config] = {}
 def fastest(key: Hashable, candidates: Sequence[Config], launch: Callable[[Config], object]) -> Config:
     """The candidate with the least median time of ``launch``, remembered under ``key``.
 
-    ``launch`` must be repeatable. Timing synchronises with the device, which happens on the first call for a ``key`` only;
-    while a CUDA graph is captured nothing can be timed, and the first candidate serves.
+    ``launch`` must be repeatable. Timing waits for the device, on the first call for a ``key`` only; while a CUDA graph
+    is captured nothing can be timed, and the first candidate serves.
     """
     if key in _chosen:
         return _chosen[key]
@@ -30,6 +31,6 @@ def fastest(key: Hashable, candidates: Sequence[Config], launch: Callable[[Confi
 
 def _median_ms(config: Config, launch: Callable[[Config], object]) -> float:
     try:
-        return triton.testing.do_bench(lambda: launch(config), warmup=5, rep=20, return_mode="median")
+        return float(triton.testing.do_bench(lambda: launch(config), warmup=5, rep=20, return_mode="median"))
     except OutOfResources:
-        return float("inf")
+        return math.inf

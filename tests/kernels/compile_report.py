@@ -2,8 +2,8 @@
 
     python compile_report.py forward 90      one JSON object a kernel, config and mask
 
-Not a test module: a test runs it in a child process, where the interpreter is off. What is compiled is what the launch code
-launches: launches are recorded, with their arguments, instead of made.
+Not a test module: a test runs it in a child process, where the interpreter is off. What is compiled is what the launch
+code launches: launches are recorded, with their arguments, instead of made.
 """
 
 from __future__ import annotations
@@ -92,14 +92,15 @@ def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], arch: 
     said = assembler_report(binary.asm["ptx"], arch)
     registers = re.search(r"Used (\d+) registers", said)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert registers and spills, said
-    return dict(
-        kernel=kernel.__name__,
-        registers=int(registers[1]),
-        spilled_bytes=max(map(int, spills.groups())),
-        shared_bytes=binary.metadata.shared,
-        serialised="serialized" in said,
-    )
+    assert registers is not None, said
+    assert spills is not None, said
+    return {
+        "kernel": kernel.__name__,
+        "registers": int(registers[1]),
+        "spilled_bytes": max(map(int, spills.groups())),
+        "shared_bytes": binary.metadata.shared,
+        "serialised": "serialized" in said,
+    }
 
 
 @functools.cache
@@ -133,7 +134,14 @@ def report(direction: str, arch: int) -> list[dict[str, Any]]:
         given = problem(head_dim, group, mask, broadcast)
         for kernel, args, options in recorded_launches(direction, given, chosen):
             role = next((role for role in roles if role in kernel.__name__), None)
-            row = dict(role=role, head_dim=head_dim, group=group, mask=mask, broadcast=broadcast, arch=arch)
+            row = {
+                "role": role,
+                "head_dim": head_dim,
+                "group": group,
+                "mask": mask,
+                "broadcast": broadcast,
+                "arch": arch,
+            }
             row["config"] = vars(chosen[role]) if role else None
             row["estimated_shared_bytes"] = configs.shared_bytes(role, chosen[role], head_dim) if role else None
             rows.append(row | compiled(kernel, args, options, arch))

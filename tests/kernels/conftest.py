@@ -1,7 +1,7 @@
 """The kernels run compiled on a GPU or interpreted on the CPU, and a process can do only one of the two.
 
-`numerics/` runs in this process where there is a GPU, or where `TRITON_INTERPRET=1` is set. Elsewhere `test_interpreted.py`
-runs it, file by file, in child processes that set it.
+`numerics/` runs in this process where there is a GPU, or where `TRITON_INTERPRET=1` is set. Elsewhere
+`test_interpreted.py` runs it, file by file, in child processes that set it.
 """
 
 from __future__ import annotations

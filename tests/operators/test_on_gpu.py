@@ -50,7 +50,8 @@ def test_oracle_agrees_with_float64(case: str, elements: int, monkeypatch: pytes
     right = OPERATOR.oracle(on_cpu(inputs), ["fwd_bwd"])
     for name, tensor in right.tensors.items():
         torch.testing.assert_close(expected.tensors[name].double().cpu(), tensor, atol=2e-5, rtol=2e-5, msg=name)
-        assert expected.baseline[name] == pytest.approx(right.baseline[name], rel=0.5, abs=1e-5)
+        # The largest of a few dozen rounding errors depends on the order of sums, which the group size changes.
+        assert right.baseline[name] / 2 - 1e-5 <= expected.baseline[name] <= right.baseline[name] * 2 + 1e-5
 
 
 def test_free_blocks_are_poisoned() -> None:
@@ -58,13 +59,16 @@ def test_free_blocks_are_poisoned() -> None:
     kept = [torch.ones(n, device="cuda") for n in sizes]
     del kept
     check._poison_free_blocks(())
-    assert all(bool(torch.empty(n, device="cuda").isnan().all()) for n in sizes)
+    fresh = [torch.empty(n, device="cuda") for n in sizes]
+    assert [bool(x.isnan().all()) for x in fresh] == [True] * 3, torch.cuda.memory_snapshot()
 
 
 def test_like_provides_blocks_of_its_sizes() -> None:
     torch.cuda.empty_cache()
-    check._poison_free_blocks([torch.ones(3_000_000, device="cuda")])
-    assert torch.empty(3_000_000, device="cuda").isnan().all()
+    like = torch.ones(3_000_000, device="cuda")  # kept: its own block would be handed out again
+    check._poison_free_blocks([like])
+    fresh = torch.empty_like(like)
+    assert fresh.isnan().all()
 
 
 @pytest.mark.parametrize("case", LARGER)

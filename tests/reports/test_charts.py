@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -18,22 +17,12 @@ from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from PIL import Image
 
-from jfabench.records import Record
-from jfabench.reports import charts, svg
-from jfabench.reports.load import Results, load
+from jfabench.reports import charts, figures, svg
+from jfabench.reports.load import Results
 
 
-@pytest.fixture
-def results(tmp_path: Path) -> Callable[..., Results]:
-    def make(records: list[Record], name: str = "run", ceilings: Any = synthetic.CEILINGS, **run: Any) -> Results:
-        manifest = synthetic.manifest(len(records), **run)
-        return load([synthetic.write_folder(tmp_path / name, records, run=manifest, ceilings=ceilings)])
-
-    return make
-
-
-def panels(results: Results, metric: charts.Metric) -> dict[str, Axes]:
-    spec = next(spec for spec in charts.figures(results, []) if spec.metric is metric)
+def panels(results: Results, metric: figures.Metric) -> dict[str, Axes]:
+    spec = next(spec for spec in figures.figures(results, []) if spec.metric is metric)
     return {panel.title: panel.axes for panel in charts.render(spec)[1]}
 
 
@@ -50,27 +39,9 @@ def crosses(ax: Axes) -> list[tuple[str, float]]:
     ]
 
 
-def test_layout_takes_x_panel_and_figures_from_the_grid(results: Callable[..., Results]) -> None:
-    found = results(synthetic.grid(queries=(64, 256)))
-    assert charts.layout(found.rows, found.axes) == charts.Layout("lengths.max_len", "lengths.fill", ("q_len",))
-
-
-def test_layout_leaves_out_what_follows_from_x(results: Callable[..., Results]) -> None:
-    found = results(synthetic.grid(fills=(0.5,)))  # the longest N has a smaller batch
-    assert found.rows["batch"].nunique() == 2
-    assert charts.layout(found.rows, []) == charts.Layout("lengths.max_len", None, ())
-
-
-def test_layout_of_a_single_case_and_of_words_only(results: Callable[..., Results]) -> None:
-    one = synthetic.grid((512,), (0.5,))
-    assert charts.layout(results(one).rows, []) == charts.Layout(None, None, ())
-    half = [replace(r, case=replace(r.case, params={**r.case.params, "dtype": "fp16"})) for r in one]
-    assert charts.layout(results(one + half, "two").rows, ["dtype"]) == charts.Layout("dtype", None, ())
-
-
 def test_each_panel_has_a_line_per_provider_with_its_numbers(results: Callable[..., Results]) -> None:
     found = results(synthetic.grid())
-    drawn = panels(found, charts.SPEED)
+    drawn = panels(found, figures.SPEED)
     assert list(drawn) == [f"fill = {f}, {d}" for d in ("forward", "backward") for f in (0.1, 0.5, 0.9)]
     ax = drawn["fill = 0.9, forward"]
     assert set(lines(ax)) == set(synthetic.FRACTION)
@@ -84,7 +55,7 @@ def test_each_panel_has_a_line_per_provider_with_its_numbers(results: Callable[.
 
 
 def test_the_x_axis_is_logarithmic_and_names_the_real_values(results: Callable[..., Results]) -> None:
-    ax = next(iter(panels(results(synthetic.grid()), charts.SPEED).values()))
+    ax = next(iter(panels(results(synthetic.grid()), figures.SPEED).values()))
     assert ax.get_xscale() == "log"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["512", "1024", "2048", "4096", "8192"]
     assert ax.get_xlabel() == "longest sequence N (keys)"
@@ -92,7 +63,7 @@ def test_the_x_axis_is_logarithmic_and_names_the_real_values(results: Callable[.
 
 def test_the_roofline_is_drawn_or_its_place_told(results: Callable[..., Results]) -> None:
     found = results(synthetic.grid())
-    drawn = panels(found, charts.SPEED)
+    drawn = panels(found, figures.SPEED)
     roof = [line for line in drawn["fill = 0.9, forward"].lines if line.get_label() == "roofline (measured)"]
     expected = found.rows.query("`lengths.fill` == 0.9 and direction == 'fwd'").drop_duplicates("shape")
     np.testing.assert_allclose(roof[0].get_ydata(), expected["flops"] / expected["roofline_s"] / 1e12)
@@ -102,7 +73,7 @@ def test_the_roofline_is_drawn_or_its_place_told(results: Callable[..., Results]
 
 def test_every_case_without_a_number_is_marked_and_named(results: Callable[..., Results]) -> None:
     found = results(synthetic.grid())
-    spec = next(iter(charts.figures(found, [])))
+    spec = next(iter(figures.figures(found, [])))
     panel = {panel.title: panel for panel in charts.render(spec)[1]}["fill = 0.1, backward"]
     assert panel.notes == ("sdpa_padded: oom at 8192", "fa3: unsupported", "fa4: timeout at 2048")
     # fa3 has no number at all here: it is named, not drawn.
@@ -114,21 +85,21 @@ def test_every_case_without_a_number_is_marked_and_named(results: Callable[..., 
 
 def test_a_case_that_was_not_run_is_marked_too(results: Callable[..., Results]) -> None:
     records = synthetic.grid((512, 1024), (0.5,), providers=("fa4_kernel", "fa4"), directions=("fwd",))
-    (panel,) = charts.render(next(iter(charts.figures(results(records[:-1]), []))))[1]
+    (panel,) = charts.render(next(iter(figures.figures(results(records[:-1]), []))))[1]
     assert panel.notes == ("fa4: not run at 1024",)
 
 
 def test_a_speedup_without_a_baseline_is_marked(results: Callable[..., Results]) -> None:
     records = synthetic.grid((512, 1024), (0.5,), providers=("fa4_kernel", "fa4"), directions=("fwd",))
     records[0] = replace(records[0], status="failed", measurement=None)
-    spec = next(spec for spec in charts.figures(results(records), []) if spec.metric is charts.SPEEDUP)
+    spec = next(spec for spec in figures.figures(results(records), []) if spec.metric is figures.SPEEDUP)
     (panel,) = charts.render(spec)[1]
     assert panel.notes == ("fa4: not comparable at 512", "fa4_kernel: failed at 512")
     assert ("fa4", 512.0) in crosses(panel.axes)
 
 
 def test_speedups_are_on_a_logarithmic_axis_that_shows_one(results: Callable[..., Results]) -> None:
-    ax = next(iter(panels(results(synthetic.grid()), charts.SPEEDUP).values()))
+    ax = next(iter(panels(results(synthetic.grid()), figures.SPEEDUP).values()))
     assert ax.get_yscale() == "log"
     assert ax.get_ylim()[0] < 1 < ax.get_ylim()[1]
     assert 1.0 in ax.yaxis.get_major_locator()()
@@ -142,7 +113,7 @@ def test_speedups_of_any_size_have_a_few_ticks(results: Callable[..., Results], 
             measurement = synthetic.measured(record)
             rounds = tuple(tuple(sample / factor for sample in block) for block in measurement.rounds)
             records[at] = replace(record, measurement=replace(measurement, rounds=rounds))
-    ax = next(iter(panels(results(records), charts.SPEEDUP).values()))
+    ax = next(iter(panels(results(records), figures.SPEEDUP).values()))
     ticks = ax.yaxis.get_major_locator()()
     low, high = ax.get_ylim()
     assert 2 <= len(ticks) <= 7
@@ -156,38 +127,32 @@ def test_a_very_wide_interval_does_not_flatten_its_panel(results: Callable[..., 
     records[1] = replace(records[1], measurement=noisy)
     found = results(records)
     assert found.rows["low_s"].min() < 1e-12  # two rounds that differ a hundredfold
-    for metric in (charts.SPEED, charts.SPEEDUP):
+    for metric in (figures.SPEED, figures.SPEEDUP):
         ax = next(iter(panels(found, metric).values()))
         y = [value for line in lines(ax).values() for value in line[0].get_ydata()]
         assert ax.get_ylim()[1] < 2 * max(y)
 
 
 def test_fractions_share_one_scale(results: Callable[..., Results]) -> None:
-    limits = {ax.get_ylim() for ax in panels(results(synthetic.grid()), charts.ROOFLINE).values()}
+    limits = {ax.get_ylim() for ax in panels(results(synthetic.grid()), figures.ROOFLINE).values()}
     assert limits == {(0.0, 105.0)}
-
-
-def test_without_ceilings_or_baseline_there_is_only_the_speed(results: Callable[..., Results]) -> None:
-    found = results(synthetic.grid((512, 1024)), ceilings=None, baseline=None)
-    assert [spec.metric for spec in charts.figures(found, [])] == [charts.SPEED]
-    assert "no ceilings" in next(iter(charts.figures(found, []))).subtitle
 
 
 def test_a_cpu_figure_says_that_it_is_no_performance_result(results: Callable[..., Results]) -> None:
     env = {**synthetic.ENV, "gpu": None}
     records = [replace(record, env=env) for record in synthetic.grid((512, 1024), (0.5,))]
     found = results(records, device="cpu")
-    for spec in charts.figures(found, []):
-        assert spec.subtitle.startswith(charts.CPU_NOTE)
+    for spec in figures.figures(found, []):
+        assert spec.subtitle.startswith(figures.CPU_NOTE)
         for panel in charts.render(spec)[1]:
             texts = [text.get_text().replace("\n", " ") for text in panel.axes.texts]
-            assert charts.CPU_NOTE in texts
+            assert figures.CPU_NOTE in texts
 
 
 def test_slow_machines_get_a_unit_that_reads_well(results: Callable[..., Results]) -> None:
     records = synthetic.grid((512, 1024), (0.5,), providers=("fa4",))
     slow = [replace(r, work=replace(r.work, flops=r.work.flops / 1e4)) for r in records if r.work]
-    ax = next(iter(panels(results(slow), charts.SPEED).values()))
+    ax = next(iter(panels(results(slow), figures.SPEED).values()))
     assert "GFLOP/s" in [text.get_text() for text in ax.texts]
 
 
@@ -197,7 +162,7 @@ def test_parameters_without_a_value_are_an_axis_like_any_other(results: Callable
         replace(r, case=replace(r.case, params={**r.case.params, "lengths": {"kind": "constant", "max_len": n}}))
         for r, n in zip(records, [512] * 12 + [1024] * 12, strict=True)
     ]
-    drawn = panels(results(records + constant), charts.SPEED)
+    drawn = panels(results(records + constant), figures.SPEED)
     assert list(drawn) == [f"fill = {f}, {d}" for d in ("forward", "backward") for f in (0.5, "none")]
     assert all(len(ax.containers) >= 5 for ax in drawn.values())
 
@@ -210,10 +175,10 @@ def test_files_are_valid_and_always_the_same(results: Callable[..., Results]) ->
     (folder / "mine.svg").write_text("the user's own")
     charts.draw(found)
     first = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert set(first) == {"mine.svg", *(f"{m.name}.{kind}" for m in charts.METRICS for kind in ("svg", "png"))}
+    assert set(first) == {"mine.svg", *(f"{m.name}.{kind}" for m in figures.METRICS for kind in ("svg", "png"))}
     charts.draw(found)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
-    for metric in charts.METRICS:
+    for metric in figures.METRICS:
         root = ElementTree.fromstring(first[f"{metric.name}.svg"])
         texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
         assert {"fill = 0.1, backward", "triton_jfa", "8192"} <= texts
@@ -222,23 +187,12 @@ def test_files_are_valid_and_always_the_same(results: Callable[..., Results]) ->
             assert image.width > 800
 
 
-def test_one_file_for_each_further_axis_value_and_what_is_left_out_is_said(results: Callable[..., Results]) -> None:
-    queries = (1, 2, 3, 4, 5, 6)
-    found = results(
-        synthetic.grid((512, 1024, 2048, 4096, 5000, 6000, 7000), (0.5, 0.9), queries, ("fa4", "fa4_kernel"))
-    )
-    omitted: list[str] = []
-    stems = [spec.stem for spec in charts.figures(found, omitted) if spec.metric is charts.SPEED]
-    assert stems == [f"speed-M_{m}" for m in queries[:3]]
-    assert omitted == ["Drawn are the first 3 of 6 combinations of M; the table below has all."]
-
-
 def test_a_long_axis_gets_bands_and_markers_where_a_point_stands_alone(results: Callable[..., Results]) -> None:
     records = synthetic.grid(range(100, 7000, 100), (0.5,), providers=("fa4_kernel", "fa4"), directions=("fwd",))
     records[1] = replace(records[1], status="failed", measurement=None)
     records[5] = replace(records[5], status="failed", measurement=None)
     found = results(records)
-    ax = next(iter(panels(found, charts.SPEED).values()))
+    ax = next(iter(panels(found, figures.SPEED).values()))
     line = next(line for line in ax.lines if line.get_label() == "fa4")
     assert np.isnan(line.get_ydata()[[0, 2]]).all()
     assert 1 in line.get_markevery()
@@ -298,7 +252,7 @@ def test_long_names_get_room_and_very_long_ones_are_cut(results: Callable[..., R
     records = synthetic.grid((512, 1024), (0.5,), providers=("fa4_kernel", "fa4"), directions=("fwd",))
     long = "a_provider_with_quite_a_long_name"
     records = [replace(r, case=replace(r.case, provider=long)) if r.case.provider == "fa4" else r for r in records]
-    fig, (panel,) = charts.render(next(iter(charts.figures(results(records), []))))
+    fig, (panel,) = charts.render(next(iter(figures.figures(results(records), []))))
     fig.canvas.draw()
     (label,) = [text for text in panel.axes.texts if text.get_text().startswith("a_provider")]
     assert label.get_text() == "a_provider_with_quite_a…"

@@ -20,7 +20,7 @@ import synthetic
 
 from jfabench.folder import ResultFolder
 from jfabench.records import Record
-from jfabench.reports import charts, html
+from jfabench.reports import figures, html
 from jfabench.reports.load import Results
 
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -179,7 +179,7 @@ def test_a_torn_line_is_counted_and_named(tmp_path: Path) -> None:
 def test_cpu_results_are_labelled(tmp_path: Path) -> None:
     records = [replace(record, env={"gpu": None, "cpu": "X"}) for record in synthetic.grid((512,), (0.5,))]
     _, page, _ = build(tmp_path, records, run=synthetic.manifest(12, device="cpu", scale="cpu"), ceilings=None)
-    assert page.words("summary").startswith(charts.CPU_NOTE)
+    assert page.words("summary").startswith(figures.CPU_NOTE)
 
 
 def test_absolute_paths_do_not_get_into_a_page(whole: tuple[Results, Page, str]) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jfabench.records import Case
 from jfabench.reports import derive, terminal
-from jfabench.reports.charts import CPU_NOTE
+from jfabench.reports.figures import CPU_NOTE
 from jfabench.reports.load import load
 
 

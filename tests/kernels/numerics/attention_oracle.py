@@ -1,4 +1,4 @@
-"""Eager attention, one sequence at a time: the right answer in float64, and the field's yardstick in the input dtype."""
+"""Eager attention, one sequence at a time: the right answer in float64, the field's yardstick in the input dtype."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Problem:
     @property
     def options(self) -> dict[str, object]:
         """Keyword arguments of the function under test."""
-        return dict(
-            q_offsets=self.q_offsets,
-            broadcast_q=self.q_lengths is None,
-            causal=self.causal,
-            window=self.window,
-            sm_scale=self.sm_scale,
-        )
+        return {
+            "q_offsets": self.q_offsets,
+            "broadcast_q": self.q_lengths is None,
+            "causal": self.causal,
+            "window": self.window,
+            "sm_scale": self.sm_scale,
+        }
 
 
 def offsets(lengths: list[int], device: torch.device | str) -> Tensor:

@@ -77,9 +77,7 @@ def test_gradients_repeat_bitwise(device: str, broadcast: bool, deterministic: b
 
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_every_row_is_written(
-    device: str, broadcast: bool, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_row_is_written(device: str, broadcast: bool, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised memory is poisoned, so a row that no program writes shows as NaN."""
 
     def poisoned(make: object) -> object:
@@ -117,9 +115,7 @@ def test_the_upstream_gradient_may_have_any_layout(device: str) -> None:
     dout = torch.randn_like(run(problem))
     transposed = dout.transpose(0, 1).contiguous().transpose(0, 1)
     assert not transposed.is_contiguous()
-    for a, b in zip(
-        gradients(problem, run(problem), dout), gradients(problem, run(problem), transposed), strict=True
-    ):
+    for a, b in zip(gradients(problem, run(problem), dout), gradients(problem, run(problem), transposed), strict=True):
         assert torch.equal(a, b)
 
 
@@ -146,9 +142,7 @@ def test_offsets_of_either_width_agree(device: str) -> None:
 def test_q_offsets_default_to_self_attention(device: str) -> None:
     x = torch.randn(sum(K_LENGTHS), 2, 64, device=device).half()
     ends = offsets(K_LENGTHS, device)
-    assert torch.equal(
-        jagged_flash_attention(x, x, x, ends), jagged_flash_attention(x, x, x, ends, q_offsets=ends)
-    )
+    assert torch.equal(jagged_flash_attention(x, x, x, ends), jagged_flash_attention(x, x, x, ends, q_offsets=ends))
 
 
 def test_lse_is_not_differentiable(device: str) -> None:

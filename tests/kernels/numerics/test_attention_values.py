@@ -49,9 +49,7 @@ def problems(draw: st.DrawFn, device: str) -> Problem:
 
 def check(problem: Problem) -> None:
     inputs = [x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
-    out, lse = jagged_flash_attention(
-        *inputs, problem.k_offsets, **problem.options, return_lse=True, validate=True
-    )
+    out, lse = jagged_flash_attention(*inputs, problem.k_offsets, **problem.options, return_lse=True, validate=True)
     dout = torch.randn(out.shape, device=out.device).to(out.dtype)
     got = {"out": out, **dict(zip(("dq", "dk", "dv"), gradients(out, inputs, dout), strict=True))}
 
@@ -97,9 +95,7 @@ def normal(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Ten
         ([3, 4], [0, 0], 0),  # no queries
     ],
 )
-def test_shapes_of_note(
-    device: str, dim: int, k_lengths: list[int], q_lengths: list[int] | None, rows: int
-) -> None:
+def test_shapes_of_note(device: str, dim: int, k_lengths: list[int], q_lengths: list[int] | None, rows: int) -> None:
     total = sum(k_lengths)
     q, k, v = normal(device, rows, 2, dim), normal(device, total, 1, dim), normal(device, total, 1, dim)
     check(Problem(q, k, v, k_lengths, q_lengths))
