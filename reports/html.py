@@ -115,11 +115,11 @@ def _percent(value: float) -> str:
 
 
 def _shown(path: Path) -> str:
-    """A path as a reader elsewhere may see it: relative to where the report was made, or its last two parts."""
+    """A path to name in a command: relative to where the report was made, or a placeholder; never absolute."""
     if not path.is_absolute():
         return str(path)
     here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(Path(*path.parts[-2:]))
+    return str(path.relative_to(here)) if path.is_relative_to(here) else "DIR"
 
 
 def _period(rows: pd.DataFrame) -> str:

@@ -1,4 +1,4 @@
-"""From tensors to launches: configurations, tile lists, grids. Nothing here waits for the device."""
+"""From tensors to launches: configurations, tile lists, grids. Nothing waits for the device, but for :mod:`.tune`."""
 
 from __future__ import annotations
 
