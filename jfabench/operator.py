@@ -79,6 +79,15 @@ class Provider(Protocol):
         ...
 
 
+class Expected(Protocol):
+    """The oracle's answers. Beyond the tensors it is the operator's own."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The right results by name, as torch tensors."""
+        ...
+
+
 class Operator(Protocol):
     """What is computed. `params` below is an instance of the operator's own parameter model."""
 
@@ -123,7 +132,11 @@ class Operator(Protocol):
         """Fresh random inputs on `device`."""
         ...
 
-    def oracle(self, inputs: Any, directions: Sequence[Direction]) -> Any:
+    def fingerprint(self, inputs: Any) -> Mapping[str, int]:
+        """A checksum of each input tensor, to notice a provider that writes to its inputs. Waits for the device."""
+        ...
+
+    def oracle(self, inputs: Any, directions: Sequence[Direction]) -> Expected:
         """The right answers for `directions`, and the tolerance of each tensor."""
         ...
 

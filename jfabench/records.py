@@ -103,17 +103,21 @@ class TensorCheck:
 class Measurement:
     """Raw samples of one case.
 
-    `rounds[r]` holds the seconds of every iteration of round `r`; rounds of different providers were interleaved.
-    `stopped_by` says which rule ended sampling: `precision` (the interval of the median is narrow enough),
-    `time` or `iterations` (a cap was reached first).
+    `rounds[r]` holds the seconds of every iteration of round `r`. `visit` names the interleaved loop that they come from:
+    round `r` of two records was measured side by side only if their visits are the same. `stopped_by` says which rule
+    ended sampling: `precision` (the interval of the median is narrow enough), `time` or `iterations` (a cap was reached
+    first). Profiler mode also has `kernels_per_call` and `spans`: shaped like `rounds`, the seconds from the start of the
+    first kernel of a call to the end of its last, gaps included.
     """
 
     mode: str
     rounds: tuple[tuple[float, ...], ...]
     stopped_by: str
+    visit: str = ""
     warmup_iterations: int = 0
     warmup_seconds: float = 0.0
     kernels_per_call: float | None = None
+    spans: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,8 +164,10 @@ class Record:
         values["work"] = Work(**work) if work else None
         values["checks"] = tuple(TensorCheck(**check) for check in data.get("checks", ()))
         if measurement:
-            rounds = tuple(tuple(samples) for samples in measurement["rounds"])
-            values["measurement"] = Measurement(**{**measurement, "rounds": rounds})
+            blocks = {
+                name: tuple(tuple(samples) for samples in measurement.get(name, ())) for name in ("rounds", "spans")
+            }
+            values["measurement"] = Measurement(**{**measurement, **blocks})
         return cls(**values)
 
 
