@@ -143,7 +143,7 @@ def _fail(message: object, code: int) -> int:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     from jfabench.operator import load_providers
-    from jfabench.run import FolderError, Workers, run_sweep
+    from jfabench.run import SweepStoppedError, Workers, run_sweep
     from jfabench.sweep import ConfigError, load_sweep
 
     if arguments.resume and not arguments.out:
@@ -194,7 +194,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
                 retry_failed=arguments.retry_failed,
                 workers=Workers(device, folder.root / "worker.log", arguments.timeout),
             )
-    except FolderError as error:
+    except SweepStoppedError as error:
         return _fail(error, MACHINE)
     except OSError as error:
         return _fail(f"{error}. What was measured is kept; the same command with --resume goes on", MACHINE)
@@ -342,7 +342,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from jfabench import doctor
 
     if arguments.repair:
-        print(doctor.repair_triton())
+        try:
+            print(doctor.repair_triton())
+        except RuntimeError as error:
+            return _fail(error, MACHINE)
     findings = doctor.examine()
     table = Table()
     for heading in ("check", "", "found", "what to do"):
@@ -368,8 +371,11 @@ def _ceilings(arguments: argparse.Namespace) -> int:
     device, note = _device(arguments.device)
     if device is None:
         return _fail(note, MACHINE)
-    measured = ceilings.measure(device)
-    where = ceilings.store(measured)
+    try:
+        measured = ceilings.measure(device)
+        where = ceilings.store(measured)
+    except (RuntimeError, OSError) as error:
+        return _fail(f"the ceilings could not be measured and stored: {error}", MACHINE)
     for dtype, rate in measured.flops.items():
         print(f"{measured.device}: {dtype} matrix product {rate / 1e12:,.2f} TFLOP/s")
     print(f"{measured.device}: copy {measured.bytes / 1e9:,.1f} GB/s (read + written)")

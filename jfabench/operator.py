@@ -174,6 +174,9 @@ class BrokenPlugin:
     why: str
 
 
+_PROVIDER_PARTS = ("name", "operator", "summary", "unavailable", "unsupported", "prepare")
+
+
 @dataclass(frozen=True)
 class Providers:
     by_name: Mapping[str, Provider]
@@ -197,7 +200,11 @@ def load_providers(operator: str) -> Providers:
     broken: list[BrokenPlugin] = []
     for source, load in sources:
         try:
-            found = load().PROVIDERS
+            found = tuple(load().PROVIDERS)
+            for provider in found:
+                lacking = [name for name in _PROVIDER_PARTS if not hasattr(provider, name)]
+                if lacking:
+                    raise TypeError(f"{provider!r} has no {', '.join(lacking)}")
         except Exception as error:
             broken.append(BrokenPlugin(source, f"{type(error).__name__}: {error}"))
             continue

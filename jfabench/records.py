@@ -103,11 +103,11 @@ class TensorCheck:
 class Measurement:
     """Raw samples of one case.
 
-    `rounds[r]` holds the seconds of every iteration of round `r`. `visit` names the interleaved loop that they come from:
-    round `r` of two records was measured side by side only if their visits are the same. `stopped_by` says which rule
-    ended sampling: `precision` (the interval of the median is narrow enough), `time` or `iterations` (a cap was reached
-    first). Profiler mode also has `kernels_per_call` and `spans`: shaped like `rounds`, the seconds from the start of the
-    first kernel of a call to the end of its last, gaps included.
+    `rounds[r]` holds the seconds of every iteration of round `r`. `visit` names the interleaved loop that they come
+    from: round `r` of two records was measured side by side only if their visits are the same. `stopped_by` says which
+    rule ended sampling: `precision` (the interval of the median is narrow enough), `time` or `iterations` (a cap was
+    reached first). Profiler mode also has `kernels_per_call` and `spans`: shaped like `rounds`, the seconds from the
+    start of the first kernel of a call to the end of its last, gaps included.
     """
 
     mode: str

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -26,11 +27,15 @@ from jfabench.folder import Manifest, ResultFolder, write_json
 from jfabench.operator import case_facts, load_operator
 from jfabench.records import Case, Record, Status, read_records
 from jfabench.sweep import Sweep
-from jfabench.worker import EXIT_DEVICE_LOST, Job
+from jfabench.worker import EXIT_START_AFRESH, Job
 
 
-class FolderError(RuntimeError):
-    """The result folder cannot be used; the message says why and what to do."""
+class SweepStoppedError(RuntimeError):
+    """The sweep cannot go on; the message says why and what to do. What was measured is in the result folder."""
+
+
+class FolderError(SweepStoppedError):
+    """The result folder cannot be used."""
 
 
 class Listener(Protocol):
@@ -206,8 +211,8 @@ class Workers:
     def _records_of_a_death(self, job: Job, visit: Visit, code: int, log_start: int) -> Iterator[Record]:
         if not visit.ended:
             visit.status, visit.ended = _explain_exit(code)
-        if code == EXIT_DEVICE_LOST and visit.recorded:
-            return  # it has recorded the case that broke the device and gave up: the rest gets a fresh worker
+        if code == EXIT_START_AFRESH and visit.recorded:
+            return  # it has recorded the case that spoilt it and gave up: the rest gets a fresh worker
         blamed = [visit.current] if visit.current else list(job.cases)
         tail = _last_lines(self._log, log_start)
         for case in blamed:
@@ -269,12 +274,18 @@ def _end(process: subprocess.Popen[bytes], wait: float) -> int:
         process.wait(wait)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
+    try:
+        return process.wait(60)
+    except subprocess.TimeoutExpired:
+        raise SweepStoppedError(
+            f"worker process {process.pid} cannot be killed: it hangs in the GPU's driver. Restart the machine, then "
+            "repeat the command with --resume"
+        ) from None
 
 
 def _explain_exit(code: int) -> tuple[Status, str]:
-    if code == EXIT_DEVICE_LOST:
-        return "failed", "the device answered nothing but errors"
+    if code == EXIT_START_AFRESH:
+        return "failed", "the device answered nothing but errors, or the inputs were changed,"
     if code == -signal.SIGKILL:
         return "oom", "the process was killed (SIGKILL), most likely for want of host memory,"
     if code < 0:
@@ -310,31 +321,44 @@ def run_sweep(
     """Measures every case of `sweep` that the folder does not hold yet, and returns all records of the sweep.
 
     Raises:
-        FolderError: the folder holds another run, is in use, or cannot be written. Nothing measured is lost.
+        FolderError: the folder holds another run, is in use, or cannot be written.
+        SweepStoppedError: no worker can go on. Nothing measured is lost.
     """
     with closing(workers), open_log(folder) as log:
-        known = {record.case: record for record in read_records(folder.records).records}
+        known = _read(folder)
         _start(sweep, folder, known, device, command_line, summaries, resume)
         finished = {case: r for case, r in known.items() if not (retry_failed and r.status != "ok")}
         result = {case: finished[case] for case in sweep.cases if case in finished}
         for record in result.values():
             listener.record(record)
         left = [case for case in sweep.cases if case not in result]
-        shapes = [list(group) for _, group in itertools.groupby(left, key=lambda case: case.shape_key)]
-        for number, remaining in enumerate(shapes, start=1):
-            while remaining:
-                records = workers.run(Job(tuple(remaining), device, sweep.config.measure, time.time()), listener)
-                if number < len(shapes):
-                    workers.hold_ready()
-                for record in records:
-                    record = _completed(record, result, folder)
-                    log.append(record)
-                    result[record.case] = record
-                    listener.record(record)
-                before, remaining = len(remaining), [case for case in remaining if case not in result]
-                if len(remaining) == before:
-                    raise RuntimeError("a worker ended without a record; see worker.log in the result folder")
+        visits = deque(list(group) for _, group in itertools.groupby(left, key=lambda case: case.shape_key))
+        while visits:
+            cases = visits.popleft()
+            records = workers.run(Job(tuple(cases), device, sweep.config.measure, time.time()), listener)
+            if visits:
+                workers.hold_ready()
+            alone: list[list[Case]] = []
+            for record in records:
+                if record.status == "oom" and len(cases) > 1:
+                    alone.append([record.case])  # beside others it found too little memory: it gets another chance
+                    continue
+                record = _completed(record, result, folder)
+                log.append(record)
+                result[record.case] = record
+                listener.record(record)
+            unmeasured = [case for case in cases if case not in result and [case] not in alone]
+            if len(unmeasured) == len(cases):
+                raise SweepStoppedError(f"a worker ended without a word; see {folder.root / 'worker.log'}")
+            visits.extendleft(reversed([*([unmeasured] if unmeasured else []), *alone]))
         return list(result.values())
+
+
+def _read(folder: ResultFolder) -> dict[Case, Record]:
+    try:
+        return {record.case: record for record in read_records(folder.records).records}
+    except ValueError as error:
+        raise FolderError(f"{folder.records}: {error}") from None
 
 
 def _start(
@@ -358,16 +382,19 @@ def _start(
         axes=tuple(sweep.config.axes),
         providers=dict(summaries),
         policy={**sweep.config.measure.model_dump(), "mode": sweep.config.measure.mode_on(device.split(":")[0])},
-        cases=len(sweep.cases),
+        cases=len({*known, *sweep.cases}),
         started=_now(),
         command=command_line,
         version=__version__,
     )
-    earlier = folder.read_manifest()
     if known and not resume:
         raise FolderError(
             f"{folder.root}: holds {len(known)} records already; add --resume to go on, or choose another --out"
         )
+    try:
+        earlier = folder.read_manifest()
+    except ValueError as error:
+        raise FolderError(str(error)) from None
     if known and earlier is not None:
         for name in ("operator", "device", "scale", "policy"):
             was, now = getattr(earlier, name), getattr(manifest, name)
@@ -376,7 +403,13 @@ def _start(
                     f"{folder.root}: was started with {name} {was!r}, this command asks for {now!r}; "
                     "choose another --out, or repeat the first command with --resume"
                 )
-        manifest = replace(manifest, started=earlier.started, providers={**earlier.providers, **manifest.providers})
+        # What was asked for at first stays; a later command may add to the grid and to the providers.
+        manifest = replace(
+            earlier,
+            axes=tuple(dict.fromkeys([*earlier.axes, *manifest.axes])),
+            providers={**earlier.providers, **manifest.providers},
+            cases=max(earlier.cases, manifest.cases),
+        )
     try:
         write_json(folder.manifest, manifest.to_json())
     except OSError as error:
@@ -389,11 +422,11 @@ def _completed(record: Record, result: Mapping[Case, Record], folder: ResultFold
         work, facts = case_facts(load_operator(record.case.operator), record.case)
         env = next((r.env for r in reversed(list(result.values())) if r.env), {})
         record = replace(record, work=work, inputs=facts, env=env)
-    if record.env and not folder.ceilings.exists():
+    if record.env and not any(r.env for r in result.values()):
         from jfabench import ceilings
 
         found = ceilings.for_device(dict(record.env))
-        if found is not None:
+        if found is not None and (found.source == "measured" or not folder.ceilings.exists()):
             write_json(folder.ceilings, found.to_json())
     return record
 

@@ -338,24 +338,50 @@ def _expand(source: _Source, config: SweepConfig) -> Iterable[Case]:
     for axis, values in config.axes.items():
         if not values:
             raise source.error(("axes", axis), "an axis needs at least one value")
+    for number, override in enumerate(config.overrides):
+        for part in ("when", "set"):
+            for key in getattr(override, part):
+                _require_parameter(source, operator, ("overrides", number, part, key), key)
     seen: set[str] = set()
     for chosen in itertools.product(*config.axes.values()):
         point = dict(zip(config.axes, chosen, strict=True))
         params = _merged(_merged({}, config.params), point)
-        for override in config.overrides:
-            if all(_matches(lookup(params, key), wanted) for key, wanted in override.when.items()):
-                params = _merged(params, override.set)
-        params = _relative_to(source.path, params)
         try:
-            valid = operator.dump(operator.parse(params))
+            for override in config.overrides:
+                complete = operator.dump(operator.parse(_relative_to(source.path, params)))
+                if all(_matches(lookup(complete, key), wanted) for key, wanted in override.when.items()):
+                    params = _merged(params, override.set)
+            valid = operator.dump(operator.parse(_relative_to(source.path, params)))
         except ValidationError as error:
             raise _point_error(source, config, operator, error, point) from None
+        _require_drawable(source, operator, valid, config.seed, point)
         for direction in config.directions:
             for provider in config.providers:
                 case = Case(operator.name, provider, direction, valid, config.seed)
                 if case.key not in seen:  # an override can make two points of a grid equal
                     seen.add(case.key)
                     yield case
+
+
+def _require_parameter(source: _Source, operator: Operator, where: KeyPath, dotted: str) -> None:
+    """Raises `ConfigError` where `dotted` names no parameter of the operator in any of its variants."""
+    parts = dotted.split(".")
+    for length, part in enumerate(parts):
+        valid = _fields_at(operator.model, parts[:length])
+        if part not in valid:
+            near = _nearest(part, valid)
+            raise source.error(where, f"unknown parameter {dotted!r}{near}; valid: {', '.join(valid) or 'none'}")
+
+
+def _require_drawable(
+    source: _Source, operator: Operator, params: Mapping[str, Any], seed: int, point: Mapping[str, Any]
+) -> None:
+    """Raises `ConfigError` where the inputs of a point cannot exist: more rows, say, than offsets can count."""
+    try:
+        operator.facts(operator.parse(params), seed)
+    except (ValueError, OverflowError, MemoryError) as error:
+        at = ", ".join(f"{axis}={value}" for axis, value in point.items())
+        raise ConfigError(f"{source.path}: impossible inputs{f' at {at}' if at else ''}: {error}") from None
 
 
 def _matches(value: Any, wanted: Any) -> bool:
@@ -368,8 +394,10 @@ def _relative_to(config: Path, params: dict[str, Any]) -> dict[str, Any]:
         spec = params.get(key)
         if isinstance(spec, Mapping) and isinstance(spec.get("path"), str):
             beside = config.parent / spec["path"]
-            if not Path(spec["path"]).is_absolute() and beside.exists():
-                params = {**params, key: {**spec, "path": str(beside)}}
+            path = (beside if beside.exists() else Path(spec["path"])).resolve()
+            # The path is part of the case: one way to write it, however the sweep file was named on the command line.
+            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            params = {**params, key: {**spec, "path": str(shown)}}
     return params
 
 

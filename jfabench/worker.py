@@ -13,25 +13,27 @@ A phase is announced before it begins, so whoever reads the events knows what a 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from jfabench.operator import Call, Operator, case_facts, load_operator, load_providers
+from jfabench.operator import Call, Expected, Operator, case_facts, load_operator, load_providers
 from jfabench.policy import MeasurePolicy
 from jfabench.ranges import nvtx_range
-from jfabench.records import DIRECTIONS, Case, Direction, Measurement, Record, Status
+from jfabench.records import DIRECTIONS, Case, Direction, Measurement, Record, Status, TensorCheck
 
-EXIT_DEVICE_LOST = 75
-"""The exit code of a worker that gives up because the device answers nothing but errors; a fresh one may go on."""
+EXIT_START_AFRESH = 75
+"""The exit code of a worker that has recorded the case that spoilt it; a fresh one may go on with the rest."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,15 @@ class Emitter:
         self.stream.flush()
 
 
-class DeviceLostError(RuntimeError):
-    """The device answers every call with an error: only a new process can use it again."""
+class StartAfreshError(RuntimeError):
+    """This process can measure nothing more: the device answers only errors, or a provider changed the inputs."""
 
 
 def run_job(job: Job, emit: Emitter) -> None:
     """Emits one record for each case of the job, in an order that keeps what is known as soon as it is known."""
     kind = job.device.split(":")[0]
     emit.since = job.spawned or emit.since
+    _select_device(job.device)
     operator = load_operator(job.cases[0].operator)
     params = operator.parse(job.cases[0].params)
     blank = _blank_records(job, operator)
@@ -123,20 +126,23 @@ def run_job(job: Job, emit: Emitter) -> None:
     possible: list[Case] = []
     for case in job.cases:
         provider = providers[case.provider]
-        if missing := provider.unavailable(kind):
-            finish(case, "unavailable", str(missing))
-        elif reason := provider.unsupported(params, case.direction):
-            finish(case, "unsupported", reason)
-        else:
-            possible.append(case)
+        try:
+            if missing := provider.unavailable(kind):
+                finish(case, "unavailable", str(missing))
+            elif reason := provider.unsupported(params, case.direction):
+                finish(case, "unsupported", reason)
+            else:
+                possible.append(case)
+        except Exception as error:
+            finish(case, *describe_failure(error))
     if not possible:
         return
 
     try:
         emit.phase(None, "inputs")
-        _select_device(job.device)
         with nvtx_range("inputs"):
             inputs = operator.make_inputs(params, job.cases[0].seed, kind)
+            untouched = operator.fingerprint(inputs)
         emit.phase(None, "oracle")
         directions = [d for d in DIRECTIONS if any(case.direction == d for case in possible)]
         with nvtx_range("oracle"):
@@ -155,7 +161,7 @@ def run_job(job: Job, emit: Emitter) -> None:
                 call = providers[case.provider].prepare(inputs, case.direction)
             emit.phase(case, "check")
             with nvtx_range(f"check/{case.provider}/{case.direction}"):
-                checks = _check(operator, call, inputs, expected, case.direction, kind)
+                checks, doubts = _check(operator, call, params, expected, case.direction, kind)
         except Exception as error:
             status, reason = describe_failure(error)
             finish(case, status, reason)
@@ -164,9 +170,13 @@ def run_job(job: Job, emit: Emitter) -> None:
             _require_device(kind)
             continue
         blank[case] = replace(blank[case], checks=checks)
+        changed = _changed(untouched, operator.fingerprint(inputs))
         wrong = [f"{check.tensor}: {check.detail or _distance(check)}" for check in checks if not check.passed]
-        if wrong or not checks:
-            finish(case, "wrong", "; ".join(wrong) or "it returned no tensor that the operator knows")
+        if changed:
+            finish(case, "wrong", f"it writes to its inputs ({changed})")
+            raise StartAfreshError(f"{case.provider} changed the inputs")
+        if wrong or doubts or not checks:
+            finish(case, "wrong", "; ".join([*wrong, *doubts]) or "it returned no tensor that the operator knows")
         else:
             ready[case] = call
     del expected
@@ -174,11 +184,17 @@ def run_job(job: Job, emit: Emitter) -> None:
 
     for direction in directions:
         calls = {case: ready.pop(case) for case in list(ready) if case.direction == direction}
-        _measure(calls, job, kind, emit, finish)
+        _measure(calls, job, kind, emit, finish, lambda: _changed(untouched, operator.fingerprint(inputs)))
         _require_device(kind)
 
 
-def _measure(calls: dict[Case, Call], job: Job, kind: str, emit: Emitter, finish: Any) -> None:
+def _changed(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    return ", ".join(name for name in before if before[name] != after[name])
+
+
+def _measure(
+    calls: dict[Case, Call], job: Job, kind: str, emit: Emitter, finish: Any, changed: Callable[[], str]
+) -> None:
     from jfabench import env
     from jfabench.measure import make_sampler, measure_interleaved
 
@@ -198,8 +214,11 @@ def _measure(calls: dict[Case, Call], job: Job, kind: str, emit: Emitter, finish
     emit.phase(None, "finish")
     after = env.clocks(kind)
     clocks = {"before": before, "after": after, "throttled": env.throttled(before, after)}
+    spoilt = "" if any(isinstance(outcome, Exception) for outcome in outcomes.values()) else changed()
     for key, outcome in outcomes.items():
-        if isinstance(outcome, Measurement):
+        if spoilt:
+            finish(by_key[key], "failed", f"an input ({spoilt}) was changed while it was timed beside others")
+        elif isinstance(outcome, Measurement):
             finish(by_key[key], "ok", measurement=outcome, clocks=clocks)
         else:
             status, reason = describe_failure(outcome)
@@ -217,13 +236,36 @@ def _in_range(case: Case, call: Call) -> Any:
     return run
 
 
-def _check(operator: Operator, call: Call, inputs: Any, expected: Any, direction: Direction, kind: str) -> Any:
+def _check(
+    operator: Operator, call: Call, params: Any, expected: Expected, direction: Direction, kind: str
+) -> tuple[tuple[TensorCheck, ...], list[str]]:
+    """Calls twice and compares the second results with the oracle's.
+
+    What is timed is never the first call: that one may compile and tune, and it is left undisturbed. Its results are
+    then overwritten and fresh memory is poisoned, so that neither a result kept from it nor an unwritten row passes.
+    Returns the comparisons, and what else is wrong.
+    """
     from jfabench.check import poisoned_allocations
 
-    with poisoned_allocations():
+    first = dict(call.results(call.run()))
+    _synchronize(kind)  # an asynchronous fault surfaces here, at the case that caused it
+    promised = getattr(params, "deterministic", False)
+    kept = {name: tensor.clone() for name, tensor in first.items()} if promised else {}
+    for tensor in first.values():
+        tensor.detach().fill_(float("nan"))
+    with poisoned_allocations(like=tuple(expected.tensors.values())):
         raw = call.run()
-        _synchronize(kind)  # an asynchronous fault surfaces here, at the case that caused it
-    return operator.check(call.results(raw), expected, direction)
+        _synchronize(kind)
+    results = call.results(raw)
+    differ = [name for name, tensor in kept.items() if not _same_bits(tensor, results[name])]
+    doubts = [f"{', '.join(differ)}: not the same bits in two calls, though deterministic"] if differ else []
+    return operator.check(results, expected, direction), doubts
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    import torch
+
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _blank_records(job: Job, operator: Operator) -> dict[Case, Record]:
@@ -273,11 +315,11 @@ def _synchronize(kind: str) -> None:
 
 
 def _require_device(kind: str) -> None:
-    """Raises `DeviceLostError` when an earlier fault left the CUDA context unusable, as an illegal address does."""
+    """Raises `StartAfreshError` when an earlier fault left the CUDA context unusable, as an illegal address does."""
     try:
         _synchronize(kind)
     except Exception as error:
-        raise DeviceLostError(str(error)) from None
+        raise StartAfreshError(str(error)) from None
 
 
 def _free() -> None:
@@ -286,6 +328,14 @@ def _free() -> None:
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
+
+
+def _die_with_parent() -> None:
+    """A killed sweep must not leave a worker behind that goes on using the GPU (Linux: PR_SET_PDEATHSIG is 1)."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _limit_memory(kind: str) -> None:
@@ -308,6 +358,7 @@ def _events(descriptor: int) -> Iterator[Emitter]:
 
 
 def main(argv: Sequence[str]) -> int:
+    _die_with_parent()
     # The slow imports first: a worker that is started ahead of its job waits for it with these done.
     import jfabench.check
     import jfabench.measure  # noqa: F401
@@ -317,10 +368,10 @@ def main(argv: Sequence[str]) -> int:
     with _events(int(argv[0])) as emit:
         try:
             run_job(job, emit)
-        except DeviceLostError as error:
-            print(f"device lost: {error}", file=sys.stderr)
+        except StartAfreshError as error:
+            print(f"a fresh worker is needed: {error}", file=sys.stderr)
             sys.stderr.flush()
-            os._exit(EXIT_DEVICE_LOST)
+            os._exit(EXIT_START_AFRESH)
         emit.done()
         print(f"{len(job.cases)} cases of {job.cases[0].operator}: {emit.phases()}")
         sys.stdout.flush()

@@ -64,6 +64,10 @@ def by_provider(out: Path) -> dict[str, Record]:
 def test_every_kind_of_fault_is_recorded_and_the_rest_is_measured(config: Path, tmp_path: Path) -> None:
     expected = {
         "raises": ("failed", "planted failure"),
+        "raises_when_asked": ("failed", "planted failure"),
+        "memo": ("wrong", "NaN"),
+        "accumulates": ("wrong", "out: "),
+        "mutates": ("wrong", "it writes to its inputs (k)"),
         "raises_late": ("failed", "planted failure"),
         "wrong": ("wrong", "out: "),
         "nan": ("wrong", "NaN"),

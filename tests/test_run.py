@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from jfabench.folder import ResultFolder
 from jfabench.policy import MeasurePolicy
 from jfabench.records import Case, Record, read_records
-from jfabench.run import FolderError, Workers, open_log, run_sweep
+from jfabench.run import FolderError, SweepStoppedError, Workers, open_log, run_sweep
 from jfabench.sweep import Sweep, load_sweep
-from jfabench.worker import EXIT_DEVICE_LOST, Job
+from jfabench.worker import EXIT_START_AFRESH, Job
 
 
 class Heard:
@@ -125,7 +126,7 @@ def test_a_crash_before_any_case_is_blamed_on_all(tmp_path: Path) -> None:
 def test_a_lost_device_blames_nobody_after_its_record(tmp_path: Path) -> None:
     records, _ = visit(
         tmp_path,
-        f"send(event='phase', case=None, phase='finish')\nrecord(0)\nos._exit({EXIT_DEVICE_LOST})",
+        f"send(event='phase', case=None, phase='finish')\nrecord(0)\nos._exit({EXIT_START_AFRESH})",
     )
     assert outcomes(records) == [("reference", "ok")]
 
@@ -180,12 +181,13 @@ class FakeWorkers:
     def __init__(self, run: Callable[[Job], Iterator[Record]]) -> None:
         self._run = run
         self.closed = False
+        self.held = 0
 
     def run(self, job: Job, _: Any) -> Iterator[Record]:
         return self._run(job)
 
     def hold_ready(self) -> None:
-        raise AssertionError("there is one shape only")
+        self.held += 1
 
     def close(self) -> None:
         self.closed = True
@@ -230,8 +232,39 @@ def test_after_a_crash_the_rest_of_the_shape_gets_a_fresh_worker(tmp_path: Path)
 
 
 def test_a_worker_that_does_nothing_cannot_loop_for_ever(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="without a record"):
+    with pytest.raises(SweepStoppedError, match="without a word"):
         start(tmp_path, lambda _: iter(()))
+
+
+def test_a_case_that_lacked_memory_beside_others_is_tried_alone(tmp_path: Path) -> None:
+    jobs: list[int] = []
+
+    def worker(job: Job) -> Iterator[Record]:
+        jobs.append(len(job.cases))
+        for case in job.cases:
+            hungry = case.provider == "triton_jfa"
+            greedy = hungry and case.direction == "bwd"
+            yield Record(case, "oom" if greedy or (hungry and len(job.cases) > 1) else "ok", "", env={"gpu": None})
+
+    records = start(tmp_path, worker)
+    assert jobs == [6, 1, 1]
+    assert [r.case.direction for r in records if r.status == "oom"] == ["bwd"]
+    assert len(read_records(tmp_path / "out" / "records.jsonl").records) == 6
+
+
+def test_a_folder_of_a_newer_jfabench_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    newer = {**ok(small_sweep().cases[0]).to_json(), "schema": 99}
+    (tmp_path / "out" / "records.jsonl").write_text(json.dumps(newer) + "\n")
+    with pytest.raises(FolderError, match="update jfabench"):
+        start(tmp_path, lambda job: map(ok, job.cases), resume=True)
+
+
+def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+    start(tmp_path, lambda job: map(ok, job.cases))
+    (tmp_path / "out" / "run.json").write_text("{")
+    with pytest.raises(FolderError, match=r"run\.json"):
+        start(tmp_path, lambda job: map(ok, job.cases), resume=True)
 
 
 def test_resume_skips_what_is_there_and_needs_to_be_asked_for(tmp_path: Path) -> None:

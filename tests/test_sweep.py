@@ -114,6 +114,24 @@ def test_only_skip_and_direction_choose_cases(tmp_path: Path) -> None:
         load_sweep(path, skip=["reference", "sdpa_padded"])
 
 
+def test_overrides_match_defaults_too(tmp_path: Path) -> None:
+    overrides = [{"when": {"causal": False, "kv_heads": 2}, "set": {"batch": 1}}]
+    assert {case.params["batch"] for case in load_sweep(changed(tmp_path, overrides=overrides)).cases} == {1}
+
+
+def test_a_file_of_lengths_has_one_name_however_its_sweep_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.csv").write_text("length\n3\n0\n7\n")
+    params = {**BASE["params"], "lengths": {"kind": "file", "path": "mine.csv"}}
+    del params["batch"]
+    absolute = changed(tmp_path, params=params, axes={})
+    monkeypatch.chdir(tmp_path)
+    named = [load_sweep(name).cases for name in (absolute, "my.yaml", "./my.yaml")]
+    assert named[0] == named[1] == named[2]
+    assert named[0][0].params["lengths"]["path"] == "mine.csv"
+
+
 @pytest.mark.parametrize("name", shipped())
 @pytest.mark.parametrize("scale", ["full", "cpu"])
 def test_shipped_files_are_valid_at_both_scales(name: str, scale: Any) -> None:
@@ -175,6 +193,12 @@ def without(*keys: str) -> str:
         (broken(measure={"target": 2}), ["`measure.target`", "less than"]),
         (broken(overrides=[{"when": {}, "set": {"batch": 1}}]), ["`overrides.0.when`"]),
         (broken(overrides=[{"if": {"batch": 1}, "set": {"batch": 1}}]), ["`overrides.0.if`", "unknown key"]),
+        (broken(overrides=[{"when": {"length.fill": 0.1}, "set": {"batch": 1}}]), ["overrides.0.when", "`lengths`"]),
+        (broken(overrides=[{"when": {"batch": 4}, "set": {"lengths.fil": 1}}]), ["overrides.0.set", "`fill`"]),
+        (
+            broken(params={**BASE["params"], "batch": 10**7}, axes={"lengths.max_len": [10**5], "lengths.fill": [1]}),
+            ["impossible inputs"],
+        ),
         (broken(cpu={"provider": ["reference"]}), ["`cpu.provider`", "did you mean `providers`?"]),
         (broken(seed=-1), ["`seed`"]),
     ],

@@ -67,6 +67,43 @@ def _after_check(action: Callable[[], Any]) -> Callable[[Any, Any], Call]:
     return prepare
 
 
+def _memo(inputs: Any, direction: Any) -> Call:
+    """Computes once and hands out the same results for ever."""
+    call = _reference(inputs, direction)
+    kept: list[Any] = []
+
+    def run() -> Any:
+        if not kept:
+            kept.append(dict(call.results(call.run())))
+        return kept[0]
+
+    return Call(run, lambda raw: raw)
+
+
+def _accumulates(inputs: Any, direction: Any) -> Call:
+    """Right the first time, but adds to what it computed before."""
+    call = _reference(inputs, direction)
+    sums: dict[str, Any] = {}
+
+    def run() -> Any:
+        for name, tensor in call.results(call.run()).items():
+            sums[name] = tensor.clone() if name not in sums else sums[name].nan_to_num(0.0) + tensor * (name == "lse")
+        return dict(sums)
+
+    return Call(run, lambda raw: raw)
+
+
+def _mutates(inputs: Any, direction: Any) -> Call:
+    call = _reference(inputs, direction)
+
+    def run() -> Any:
+        result = call.run()
+        inputs.k.mul_(2)
+        return result
+
+    return Call(run, call.results)
+
+
 def _raise() -> None:
     raise RuntimeError("planted failure")
 
@@ -86,6 +123,7 @@ def _print_and_exit() -> None:
 class Faulty:
     name: str
     make: Callable[[Any, Any], Call]
+    asked: Callable[[], None] = lambda: None
     operator: str = "jagged_attention"
     summary: str = "goes wrong on purpose"
 
@@ -93,6 +131,7 @@ class Faulty:
         return None
 
     def unsupported(self, params: Any, direction: Any) -> str | None:
+        self.asked()
         return None
 
     def prepare(self, inputs: Any, direction: Any) -> Call:
@@ -101,6 +140,10 @@ class Faulty:
 
 PROVIDERS = (
     Faulty("raises", _instead(_raise)),
+    Faulty("raises_when_asked", _reference, asked=_raise),
+    Faulty("memo", _memo),
+    Faulty("accumulates", _accumulates),
+    Faulty("mutates", _mutates),
     Faulty("raises_late", _after_check(_raise)),
     Faulty("wrong", _changed(lambda results: {name: -tensor for name, tensor in results.items()})),
     Faulty("nan", _changed(lambda results: {name: tensor * float("nan") for name, tensor in results.items()})),
