@@ -1,14 +1,23 @@
 """Is a result right? Comparing tensors with the oracle's, and making sure that unwritten memory does not look right.
 
+One limit for a whole tensor would be set by its largest values: attention over three keys has values, and errors, fifty
+times those over four thousand, and hides whatever goes wrong there. So the vectors of a result (its last dimension: one
+row, one head) are sorted into classes, once by the length of their sequence and once by their own size, and each class
+is held against the error that plain PyTorch makes in that same class.
+
 Importing this module imports torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,17 +27,267 @@ from jfabench.records import TensorCheck, finite_or_none
 CHUNK = 2**26
 """Elements compared at a time: a few hundred MiB of float32 temporaries, whatever the size of the tensors."""
 
-SMALL_REQUEST = 2**20
-"""Bytes up to which torch's caching allocator serves a request from its pool of small segments."""
-
 MARGIN = 2.0
-"""How many times the baseline's error a result may have: the practice of flash-attention's own tests."""
+"""How many times the baseline's largest error a result may have: the practice of flash-attention's own tests."""
+
+CLASS_MARGIN = 4.0
+"""The same in one class: there, more often than in a whole tensor, the largest error is that of one unlucky vector."""
+
+NORM_MARGIN = 1.5
+"""How many times the norm of the baseline's errors. Norms of many errors hardly vary: right kernels are within 1.1."""
+
+MAX_CHANCE, NORM_CHANCE = 8.0, 4.0
+"""Over the square root of the weight, added to the margins: a few errors vary more than many."""
+
+SMALLEST_CLASS = 256.0
+"""The least weight of a class that is judged by itself; a lighter one joins its neighbour."""
+
+COLUMNS = 32
+"""Classes by length, and as many by size. By length: 0 and 1, 2, 3 and 4, 5 to 8, ... By size: see `LOWEST_SIZE`."""
+
+LOWEST_SIZE = -16
+"""Vectors whose largest value is below two to this power are one class; each factor of two above is another."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What the rows of a result (its first dimension) have to do with sequences.
+
+    `length_class` is `[rows]` (see `length_classes`), None where rows belong to no sequence. `weight`, `[rows]` float32
+    or one number for all, says how many independent roundings stand behind a vector's error: more vectors than that
+    make no class any less a matter of chance. `vanishing` is the size below which a vector is 0 but for cancellation
+    noise: there an absolute error is allowed.
+    """
+
+    length_class: Tensor | None
+    weight: Tensor | float = 1.0
+    vanishing: float = 0.0
+
+    def at(self, chosen: slice | Tensor) -> Rows:
+        length = None if self.length_class is None else self.length_class[chosen]
+        weight = self.weight[chosen] if isinstance(self.weight, Tensor) else self.weight
+        return Rows(length, weight, self.vanishing)
+
+
+Counted: TypeAlias = dict[str, npt.NDArray[np.float64]]
+
+
+def length_classes(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`ceil(log2(length))`: 0 for lengths 0 and 1, 1 for 2, 2 for 3 and 4, 12 for 2049 to 4096."""
+    _, exponent = np.frexp(np.maximum(lengths - 1, 0).astype(np.float64))
+    return exponent.astype(np.int64)
+
+
+class Tally:
+    """The errors of a result in every class, `[COLUMNS]` by length, then as many by size, summed up block by block.
+
+    A relative error is a vector's largest error over its largest value. `values`, `vanishing` and `not comparable` are
+    numbers of values. All stays on the device until `host` is called.
+    """
+
+    MOST = ("error", "value", "relative error")
+    SUMS = ("squared errors", "squares", "weight", "values", "vanishing", "not comparable")
+
+    def __init__(self, device: torch.device) -> None:
+        self.most = torch.zeros((len(self.MOST), 2 * COLUMNS), dtype=torch.float64, device=device)
+        self.sums = torch.zeros((len(self.SUMS), 2 * COLUMNS), dtype=torch.float64, device=device)
+
+    def add(self, got: Tensor, expected: Tensor, rows: Rows) -> None:
+        """Counts in `[rows, heads, D]` blocks, or any other shape whose first dimension is that of `rows`."""
+        for chunk in _chunks(expected):
+            self._add(got[chunk], expected[chunk], rows.at(chunk))
+
+    def _add(self, got: Tensor, expected: Tensor, rows: Rows) -> None:
+        difference = _difference(got, expected)
+        bad = ~difference.isfinite()
+        difference.masked_fill_(bad, 0.0)
+        values = expected.abs().nan_to_num_(0.0, 0.0, 0.0)
+        # A vector's size is its largest value, which unlike a norm depends on no order of sums.
+        worst, size = difference.amax(-1), values.amax(-1)
+        shape = (-1,) + (1,) * (size.dim() - 1)
+        weight = torch.as_tensor(rows.weight, device=size.device).view(shape).expand_as(size)
+        sums = torch.stack(
+            [
+                difference.square_().sum(-1),
+                values.square_().sum(-1),
+                weight,
+                torch.full_like(size, expected.shape[-1]),
+                (size < rows.vanishing) * expected.shape[-1],
+                bad.sum(-1),
+            ]
+        )
+        relative = torch.where(size > 0, worst / size, 0.0)
+        most = torch.stack([worst, size, relative]).flatten(1)
+        sums = sums.to(torch.float64).flatten(1)
+        by_size = (torch.frexp(size.clamp(min=2.0 ** (LOWEST_SIZE - 1))).exponent - LOWEST_SIZE).clamp_(0, COLUMNS - 1)
+        labels = [by_size] if rows.length_class is None else [rows.length_class.view(shape).expand_as(size), by_size]
+        column = torch.arange(COLUMNS, device=size.device)
+        for label, part in zip(reversed(labels), (slice(COLUMNS, None), slice(COLUMNS)), strict=False):
+            member = label.reshape(-1, 1) == column
+            self.sums[:, part] += sums @ member.to(torch.float64)
+            for line, value in zip(self.most[:, part], most, strict=True):
+                torch.maximum(line, torch.where(member, value[:, None], 0.0).amax(0), out=line)
+
+    def host(self) -> Counted:
+        """Each of `MOST` and `SUMS`, by name, `[2 * COLUMNS]`; waits for the device."""
+        return dict(zip((*self.MOST, *self.SUMS), torch.cat([self.most, self.sums]).cpu().numpy(), strict=True))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What is allowed in one class: `columns` of a tally, the largest error, the norm of all errors, and the
+    largest relative error of a vector."""
+
+    name: str
+    columns: tuple[int, ...]
+    max_abs: float
+    error_norm: float
+    relative: float
+    norm: float
+    """Of the right values."""
+    baseline: float
+    """Plain PyTorch's largest error."""
+
+    @property
+    def by_length(self) -> bool:
+        return min(self.columns) < COLUMNS
+
+
+def limits(
+    plain: Counted,
+    dtype: torch.dtype,
+    *,
+    floor: float = 0.0,
+    vanishing_floor: float = 0.0,
+    cancelling: bool = False,
+    by_class: bool = True,
+) -> tuple[Limit, ...]:
+    """From the tally of plain PyTorch's errors in `dtype` to limits: of the whole tensor, then of each class.
+
+    `floor` is an absolute error allowed in every value, `vanishing_floor` one in vanishing vectors. Unless
+    vectors are differences that may be `cancelling`, none may be further off than a few times the relative error that
+    plain PyTorch has at worst: that finds one vector that is missing among millions of larger ones. The baseline is at
+    least what rounding a result to `dtype` can cost, though plain PyTorch may happen to be exact.
+    """
+    unit = torch.finfo(dtype).eps
+    found = []
+    whole = [COLUMNS + int(i) for i in np.flatnonzero(plain["weight"][COLUMNS:])]
+    groups = ([whole] if whole else []) + (_judged(plain["weight"]) if by_class else [])
+    for columns in groups:
+        worst, largest, relative = (float(plain[name][columns].max()) for name in Tally.MOST)
+        squared_errors, squares, weight, values, vanishing, _ = (
+            float(plain[name][columns].sum()) for name in Tally.SUMS
+        )
+        norm, few = math.sqrt(squares), 1 / math.sqrt(weight)
+        margin = MARGIN if columns is whole else CLASS_MARGIN
+        max_abs = (margin + MAX_CHANCE * few) * max(worst, unit / 4 * largest) + floor
+        error_norm = (NORM_MARGIN + NORM_CHANCE * few) * max(math.sqrt(squared_errors), unit / 8 * norm)
+        error_norm += floor * math.sqrt(values)
+        if vanishing:
+            max_abs += vanishing_floor
+            error_norm += vanishing_floor * math.sqrt(vanishing)
+        name = "all of it" if columns is whole else _class_name(columns)
+        relative_limit = math.inf if cancelling else (CLASS_MARGIN + MAX_CHANCE * few) * max(relative, unit / 2)
+        found.append(Limit(name, tuple(columns), max_abs, error_norm, relative_limit, norm, worst))
+    return tuple(found)
+
+
+def _judged(weight: npt.NDArray[np.float64]) -> list[list[int]]:
+    """Columns that are judged together: each by itself, or with its neighbours where it weighs too little.
+
+    From the class of the smallest errors (the longest sequences, the smallest vectors) to that of the largest.
+    """
+    groups: list[list[int]] = []
+    for columns in (range(COLUMNS - 1, -1, -1), range(COLUMNS, 2 * COLUMNS)):
+        pending: list[int] = []
+        complete: list[list[int]] = []
+        for column in columns:
+            if weight[column] > 0:
+                pending.append(column)
+            if weight[pending].sum() >= SMALLEST_CLASS:
+                complete.append(pending)
+                pending = []
+        if pending and complete:
+            complete[-1] += pending
+        elif pending:
+            complete.append(pending)
+        groups += complete
+    return groups
+
+
+def _class_name(columns: Sequence[int]) -> str:
+    low, high = min(columns), max(columns)
+    if high < COLUMNS:
+        first, last = (2 ** (low - 1) + 1 if low else 0), 2**high
+        return f"keys {first}..{last}" if first != last else f"keys {first}"
+    power = LOWEST_SIZE - COLUMNS
+    least = f"{2.0 ** (low + power - 1):.3g}" if low > COLUMNS else "0"
+    return f"vectors of size {least}..{2.0 ** (high + power):.3g}"
+
+
+def compare_vectors(
+    name: str, got: object, expected: Tensor, *, dtype: torch.dtype, rows: Rows, limits: Sequence[Limit]
+) -> TensorCheck:
+    """Compares a result with the oracle's `expected`, `[rows, heads, D]`, class by class.
+
+    `got` must have its shape and be of `dtype`; NaN and infinity never pass. What is reported is the whole tensor's:
+    its largest error, the loosest limit and the baseline's largest error; `detail` names the class that failed most.
+    """
+    limit, baseline = (limits[0].max_abs, limits[0].baseline) if limits else (0.0, 0.0)
+    if (problem := _mismatch(got, expected, dtype)) is not None:
+        return TensorCheck(name, False, None, None, limit, baseline, problem)
+    assert isinstance(got, Tensor)
+    got = got.detach()
+    if expected.numel() == 0:
+        return TensorCheck(name, True, 0.0, 0.0, limit, baseline)
+
+    tally = Tally(expected.device)
+    tally.add(got, expected, rows)
+    found = tally.host()
+    whole = {key: values[COLUMNS:] for key, values in found.items()}
+    if wrong_values := int(whole["not comparable"].sum()):
+        detail = _describe_bad(got, expected, wrong_values)
+        return TensorCheck(name, False, None, None, limit, baseline, detail)
+    max_abs, relative = float(whole["error"].max()), _ratio(whole["squared errors"].sum(), whole["squares"].sum())
+    failures: list[tuple[bool, float, str]] = []  # a class by length says most, then that of the largest excess
+    for allowed in limits:
+        columns = list(allowed.columns)
+        worst = float(found["error"][columns].max())
+        error = math.sqrt(found["squared errors"][columns].sum())
+        if not worst <= allowed.max_abs:
+            text = _describe_worst(got, expected, worst, allowed.max_abs)
+            failures.append((allowed.by_length, _ratio(worst**2, allowed.max_abs**2), f"{allowed.name}: {text}"))
+        if not error <= allowed.error_norm:
+            what, unit = ("relative norm", allowed.norm) if allowed.norm else ("norm of the error", 1.0)
+            text = f"{allowed.name}: {what} {error / unit:.3g} exceeds {allowed.error_norm / unit:.3g}"
+            failures.append((allowed.by_length, _ratio(error**2, allowed.error_norm**2), text))
+        relative_error = float(found["relative error"][columns].max())
+        if not relative_error <= allowed.relative:
+            text = f"{allowed.name}: a vector's relative error {relative_error:.3g} exceeds {allowed.relative:.3g}"
+            failures.append((allowed.by_length, relative_error / allowed.relative, text))
+    detail = max(failures)[-1] if failures else "" if relative < math.inf else ALL_ZEROS
+    return TensorCheck(name, not failures, max_abs, finite_or_none(relative), limit, baseline, detail)
+
+
+ALL_ZEROS = "the right answer is all zeros: no relative norm"
+
+
+def _mismatch(got: object, expected: Tensor, dtype: torch.dtype) -> str | None:
+    if not isinstance(got, Tensor):
+        return f"expected a tensor, got {type(got).__name__}"
+    if got.shape != expected.shape:
+        return f"expected shape {list(expected.shape)}, got {list(got.shape)}"
+    if got.dtype != dtype:
+        return f"expected {dtype}, got {got.dtype}"
+    if got.device != expected.device:
+        return f"expected it on {expected.device}, got {got.device}"
+    return None
 
 
 def compare(
     name: str, got: object, expected: Tensor, *, dtype: torch.dtype, baseline: float, floor: float
 ) -> TensorCheck:
-    """Compares one result with the oracle's `expected` (float32 or float64, any shape).
+    """Compares one result with the oracle's `expected` (float32 or float64, any shape), all of it against one limit.
 
     `got` must have its shape, be of `dtype`, equal it exactly where it is infinite, and nowhere be further away than
     `2 * baseline + floor`, where `baseline` is the error of plain PyTorch in the input dtype. NaN never passes.
@@ -38,14 +297,9 @@ def compare(
     def failed(detail: str) -> TensorCheck:
         return TensorCheck(name, False, None, None, limit, baseline, detail)
 
-    if not isinstance(got, Tensor):
-        return failed(f"expected a tensor, got {type(got).__name__}")
-    if got.shape != expected.shape:
-        return failed(f"expected shape {list(expected.shape)}, got {list(got.shape)}")
-    if got.dtype != dtype:
-        return failed(f"expected {dtype}, got {got.dtype}")
-    if got.device != expected.device:
-        return failed(f"expected it on {expected.device}, got {got.device}")
+    if (problem := _mismatch(got, expected, dtype)) is not None:
+        return failed(problem)
+    assert isinstance(got, Tensor)
     got = got.detach()
     if expected.numel() == 0:
         return TensorCheck(name, True, 0.0, 0.0, limit, baseline)
@@ -59,7 +313,7 @@ def compare(
     if not max_abs <= limit:  # a limit of NaN (NaN in the inputs) lets nothing pass
         detail = _describe_worst(got, expected, max_abs, limit)
         return TensorCheck(name, False, max_abs, finite_or_none(relative), limit, baseline, detail)
-    detail = "" if relative < float("inf") else "the right answer is all zeros: no relative norm"
+    detail = "" if relative < float("inf") else ALL_ZEROS
     return TensorCheck(name, True, max_abs, finite_or_none(relative), limit, baseline, detail)
 
 
@@ -116,15 +370,15 @@ def _describe_bad(got: Tensor, expected: Tensor, count: int) -> str:
 
 
 def _describe_worst(got: Tensor, expected: Tensor, max_abs: float, limit: float) -> str:
+    """Where an error of just this size is; nothing else is known of its place."""
     for chunk in _chunks(expected):
-        difference = _difference(got[chunk], expected[chunk])
-        if float(difference.amax()) == max_abs:
-            place = int(difference.argmax())
-            index = [int(i) for i in torch.unravel_index(torch.tensor(place), difference.shape)]
+        found = (_difference(got[chunk], expected[chunk]) == max_abs).nonzero()
+        if len(found):
+            index = found[0].tolist()
             at = [index[0] + chunk.start, *index[1:]]
             value, right = got[tuple(at)].item(), expected[tuple(at)].item()
             return f"|error| {max_abs:.3g} exceeds {limit:.3g} at {at}: got {value:.6g}, expected {right:.6g}"
-    raise AssertionError("the largest difference was found nowhere")
+    raise AssertionError("the difference was found nowhere")
 
 
 @contextmanager
@@ -132,9 +386,9 @@ def poisoned_allocations(like: Sequence[Tensor] = ()) -> Iterator[None]:
     """Fills memory with NaN before others use it, so that rows which nobody writes do not hold right answers by chance.
 
     Inside, every `torch.empty` and its relatives, also in a backward pass and in custom operators, returns NaN (-1 for
-    integers). On a GPU the free blocks of the caching allocator are filled with NaN bytes on entry: they are what code
-    that allocates below the dispatcher, such as a C++ extension, is given; `like` adds blocks of these tensors' sizes.
-    The same kernels run as without it; the fills are launched beside them. Not for timed calls.
+    integers). That does not reach code that allocates below the dispatcher, such as a C++ extension; on a GPU it is
+    given what the caching allocator has free, so on entry blocks for results of the shapes in `like` are filled with
+    NaN bytes. The same kernels run as without it; the fills are launched beside them. Not for timed calls.
     """
     cuda: Any = torch.cuda
     if cuda.is_available() and cuda.is_initialized():
@@ -187,24 +441,20 @@ def _poison(x: Tensor) -> None:
 
 
 def _poison_free_blocks(like: Sequence[Tensor]) -> None:
-    """Takes every free block of the allocator's cache once, writes 0xFF (NaN in every float format), and returns it."""
+    """Leaves free blocks full of 0xFF (NaN in every float format) that fit `like` in 2 and in 4 bytes an element.
+
+    Two of 2 bytes, because a provider may allocate a second tensor of a result's size, and one of 4, which kernels sum
+    up in. They come from the pool of the current stream, reusing what is free there. A block is left out where that
+    would take more than half of the memory that is still to be had.
+    """
     cuda: Any = torch.cuda
-    device, stream = cuda.current_device(), cuda.current_stream().cuda_stream
-    held = [torch.empty(x.numel() * x.element_size(), dtype=torch.uint8, device=device) for x in like if x.is_cuda]
-    for block in held:
-        block.fill_(0xFF)
-    del held
-    sizes = [
-        block["size"]
-        for segment in cuda.memory_snapshot()
-        if segment["device"] == device and segment["stream"] == stream and not any(segment.get("segment_pool_id", ()))
-        for block in segment["blocks"]
-        # Small requests have a pool of their own, so a small rest of a large segment is not handed out.
-        if block["state"] == "inactive" and (segment["segment_type"] == "small" or block["size"] > SMALL_REQUEST)
-    ]
     taken = []
-    for size in sorted(sizes, reverse=True):
-        before = cuda.memory_reserved(device)
-        taken.append(torch.empty(size, dtype=torch.uint8, device=device).fill_(0xFF))
-        if cuda.memory_reserved(device) > before:
-            break  # what is left cannot be had from the cache; more would only grow it
+    sizes = [(x.numel() * width, x.device) for x in like if x.is_cuda for width in (2, 2, 4)]
+    for size, device in sorted(sizes, key=lambda pair: pair[0], reverse=True):
+        unused = cuda.memory_reserved(device) - cuda.memory_allocated(device)
+        if size > (cuda.mem_get_info(device)[0] + unused) // 2:
+            continue
+        try:
+            taken.append(torch.empty(size, dtype=torch.uint8, device=device).fill_(0xFF))
+        except cuda.OutOfMemoryError:  # what is unused is in pieces
+            continue

@@ -127,8 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: expected a positive number of seconds")
     return value
 
@@ -146,6 +149,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from jfabench.run import SweepStoppedError, Workers, run_sweep
     from jfabench.sweep import ConfigError, load_sweep
 
+    if arguments.out is not None and not arguments.out.strip():
+        return _fail("--out needs the name of a folder", USAGE)
     if arguments.resume and not arguments.out:
         return _fail("--resume needs --out, the folder to go on in", USAGE)
     if arguments.retry_failed and not arguments.resume:
@@ -199,7 +204,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
     except OSError as error:
         return _fail(f"{error}. What was measured is kept; the same command with --resume goes on", MACHINE)
     except KeyboardInterrupt:
-        print("\ninterrupted: what was measured is kept; the same command with --resume goes on", file=sys.stderr)
+        print(
+            f"\ninterrupted: what was measured is kept; the same command with --out {shlex.quote(str(folder.root))} "
+            "--resume goes on",
+            file=sys.stderr,
+        )
         code = INTERRUPTED
     written = _write_report([folder], folder)
     return code or written or _verdict(records)
@@ -324,7 +333,10 @@ def _list(_: argparse.Namespace) -> int:
         for heading in ("provider", "here", "what is timed, or how to get it"):
             table.add_column(heading)
         for provider in providers.by_name.values():
-            missing = provider.unavailable((device or "cpu").split(":")[0])
+            try:
+                missing: object = provider.unavailable((device or "cpu").split(":")[0])
+            except Exception as error:
+                missing = f"asking it failed: {type(error).__name__}: {error}"
             text = f"{provider.summary}\n{missing}" if missing else provider.summary
             table.add_row(provider.name, "no" if missing else "yes", escape(text))
         for plugin in providers.broken:
@@ -349,7 +361,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     findings = doctor.examine()
     table = Table()
     for heading in ("check", "", "found", "what to do"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     colours = {"ok": "green", "warn": "yellow", "fail": "red", "absent": "dim"}
     for finding in findings:
         table.add_row(
@@ -373,13 +385,15 @@ def _ceilings(arguments: argparse.Namespace) -> int:
         return _fail(note, MACHINE)
     try:
         measured = ceilings.measure(device)
-        where = ceilings.store(measured)
-    except (RuntimeError, OSError) as error:
-        return _fail(f"the ceilings could not be measured and stored: {error}", MACHINE)
+    except RuntimeError as error:
+        return _fail(f"the ceilings could not be measured: {error}", MACHINE)
     for dtype, rate in measured.flops.items():
         print(f"{measured.device}: {dtype} matrix product {rate / 1e12:,.2f} TFLOP/s")
     print(f"{measured.device}: copy {measured.bytes / 1e9:,.1f} GB/s (read + written)")
-    print(f"stored in {where}; reports of this device use them for the roofline")
-    if arguments.out:
-        write_json(ResultFolder(Path(arguments.out)).ceilings, measured.to_json())
+    try:
+        if arguments.out:
+            write_json(ResultFolder(Path(arguments.out)).ceilings, measured.to_json())
+        print(f"stored in {ceilings.store(measured)}; reports of this device use them for the roofline")
+    except OSError as error:
+        return _fail(f"they could not be stored for later reports: {error}", MACHINE)
     return OK

@@ -14,13 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jfabench import __version__
 
 T = TypeVar("T")
+
+FLASH_4_DISTRIBUTIONS = ("flash-attn-4", "fa4")
+"""Names under which FlashAttention-4 is installed: from PyPI, and from its sources."""
 
 TRITON_DISTRIBUTIONS = ("fbtriton", "triton", "pytorch-triton")
 """Distributions that install the folder `triton/`."""
@@ -94,7 +97,8 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "triton": {name: found for name in TRITON_DISTRIBUTIONS if (found := version(name))},
-        "flash_attn_4": version("flash-attn-4"),
+        "flash_attn_4": version(*FLASH_4_DISTRIBUTIONS),
+        "flash_attn_3": _flash_attention_3(),
         "fa3_fwd": version("fa3-fwd"),
         "os": _soft(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]) or platform.system(),
         "kernel": platform.release(),
@@ -117,9 +121,19 @@ def device_name(env: Mapping[str, Any]) -> str:
     return str(env.get("gpu") or (f"CPU ({env['cpu']})" if env.get("cpu") else "CPU"))
 
 
-def version(distribution: str) -> str | None:
-    """The version of an installed distribution, without importing it."""
-    return _soft(lambda: metadata.version(distribution))
+def version(*distributions: str) -> str | None:
+    """The version of the first of these distributions that is installed, without importing it."""
+    for name in distributions:
+        found = _soft(lambda name=name: metadata.version(name))  # type: ignore[misc]
+        if found is not None:
+            return found
+    return None
+
+
+def _flash_attention_3() -> str | None:
+    """The version of a build from source; "unversioned" where its module lies on the path without a distribution."""
+    found = version("flash-attn-3")
+    return found or ("unversioned" if _soft(lambda: util.find_spec("flash_attn_interface")) else None)
 
 
 @cache
@@ -167,7 +181,7 @@ def _checkout() -> dict[str, Any]:
         git("ls-files", "--error-unmatch", Path(__file__).name)
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
-    # A copy without its history (in an image, on a machine of a pool) is told by its builder what it is a copy of.
+    # A copy without its history (in an image) is told by its builder what it is a copy of.
     return _soft(read) or {"commit": os.environ.get("JFABENCH_COMMIT"), "dirty": None}
 
 
@@ -243,6 +257,22 @@ def driver_version() -> str | None:
     def read() -> str:
         with _nvml() as nvml:
             return _text(nvml.nvmlSystemGetDriverVersion())
+
+    return _soft(read)
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of torch's current device, or before torch uses CUDA, of the first GPU that is visible; None if none is found."""
+
+    def read() -> tuple[int, int]:
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            major, minor = torch.cuda.get_device_capability()
+            return major, minor
+        with _nvml() as nvml:
+            handle = _handle_by_visibility(nvml, 0, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+            return major, minor
 
     return _soft(read)
 

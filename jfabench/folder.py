@@ -7,9 +7,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jfabench.records import SCHEMA
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,6 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Manifest:
-        return cls(**{**data, "axes": tuple(data["axes"])})
-
 
 @dataclass(frozen=True)
 class ResultFolder:
@@ -86,6 +84,10 @@ class ResultFolder:
         return self.root / "results.csv"
 
     @property
+    def environment(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
     def charts(self) -> Path:
         return self.root / "charts"
 
@@ -94,26 +96,53 @@ class ResultFolder:
         return self.root / "report.html"
 
     def read_manifest(self) -> Manifest | None:
-        data = _read_json(self.manifest)
-        return None if data is None else Manifest.from_json(data)
+        """None if there is none. Raises `ValueError` naming the file and what is wrong with it."""
+        return _read(self.manifest, Manifest)
 
     def read_ceilings(self) -> Ceilings | None:
-        data = _read_json(self.ceilings)
-        return None if data is None else Ceilings(**data)
+        """None if there are none. Raises `ValueError` naming the file and what is wrong with it."""
+        ceilings = _read(self.ceilings, Ceilings)
+        if ceilings is not None and not all(rate > 0 for rate in (ceilings.bytes, *ceilings.flops.values())):
+            raise ValueError(f"{self.ceilings}: a rate is not positive; restore the file, or move it away")
+        return ceilings
 
 
 def write_json(path: Path, data: Any) -> None:
     """Writes the whole file or nothing: a reader never sees half of it."""
+    write_whole(path, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Puts a new file in place of an old one at once: a reader never sees half of it. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + f".{os.getpid()}.part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
-def _read_json(path: Path) -> Any:
+def _read(path: Path, kind: type[T]) -> T | None:
+    """The object of class `kind` that `path` holds.
+
+    Keys that this version does not know are ignored where the file says that it has this version's schema (or none).
+    """
     if not path.exists():
         return None
+    from pydantic import TypeAdapter, ValidationError
+
+    remedy = "restore the file, or move it away"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); delete it or restore it") from None
+        raise ValueError(f"{path} is not valid JSON ({error}); {remedy}") from None
+    schema = data.get("schema", SCHEMA) if isinstance(data, dict) else SCHEMA
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise ValueError(f"{path} has schema {schema}, newer than this jfabench reads ({SCHEMA}): update jfabench")
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise ValueError(f"{path} was not written by this jfabench ({where}: {first['msg']}); {remedy}") from None

@@ -1,7 +1,8 @@
 """How long to measure, and in which order: warm-up, the stopping rule, and the interleaved loop over calls.
 
 One rule serves all modes: warm up until stable, then sample in rounds until the interval of the median is narrow
-enough or a cap is reached. How a single call is timed is the business of `jfabench.samplers`.
+enough or a cap is reached. The interval is that of `jfabench.intervals`, which reports show, too. How a single call is
+timed is the business of `jfabench.samplers`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import math
 import statistics
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Literal
 
+from jfabench.intervals import is_precise
 from jfabench.policy import MeasurePolicy
 from jfabench.records import Measurement
 from jfabench.samplers import MeasureError, Sampler, make_sampler
@@ -29,7 +31,6 @@ __all__ = [
     "iterations_for_round",
     "make_sampler",
     "measure_interleaved",
-    "median_interval",
     "warm_up",
 ]
 
@@ -37,8 +38,9 @@ Reason = Literal["precision", "time", "iterations"]
 Outcome = Measurement | Exception
 Call = Callable[[], object]
 
-# A case takes between `policy.rounds` rounds, if precision comes early, and about this many times as many.
-_ROUNDS_UNTIL_CAP = 4
+# A case takes between `policy.rounds` rounds, if precision comes early, and about this many times as many. Where rounds
+# differ by 0.5%, an interval of 1% takes seven of them, and where they differ by 1%, seventeen.
+_ROUNDS_UNTIL_CAP = 8
 # Warm-up ends when the last blocks differ by no more than this, relative to the fastest of them.
 _STABLE = 0.02
 _STABLE_BLOCKS = 3
@@ -49,48 +51,21 @@ _WARMUP_BLOCK = 0.1
 # The stopping rule: pure functions ----------------------------------------------------------------------------------
 
 
-def median_interval(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the two ends of an interval that holds the true median with at least 95% confidence.
-
-    The interval lies between two order statistics whose ranks follow from the binomial distribution; nothing is assumed
-    about how samples are distributed. Fewer than six samples allow no such interval: its ends are then infinite.
-    Samples of one block are not independent of each other, so the interval is a stopping rule, no error bar between
-    runs. Raises `ValueError` (`statistics.StatisticsError`) for no samples.
-    """
-    ordered = sorted(samples)
-    middle = statistics.median(ordered)
-    rank = _interval_rank(len(ordered))
-    if rank == 0:
-        return middle, -math.inf, math.inf
-    return middle, ordered[rank - 1], ordered[-rank]
-
-
-@cache
-def _interval_rank(count: int) -> int:
-    """The largest k with P(X < k) <= 2.5% for X ~ Binomial(count, 1/2), in exact arithmetic."""
-    limit, cumulative, term, rank = 2**count, 0, 1, 0
-    while 40 * (cumulative + term) <= limit:
-        cumulative += term
-        term = term * (count - rank) // (rank + 1)
-        rank += 1
-    return rank
-
-
 def decide(rounds: Sequence[Sequence[float]], policy: MeasurePolicy) -> Reason | None:
     """Why sampling ends after these rounds (seconds), or None if it must go on.
 
-    It never ends before `policy.rounds` rounds and `policy.min_iterations` samples, whatever they cost: a slow call may
-    thus take longer than `policy.max_seconds`.
+    `precision` is what `jfabench.intervals.is_precise` says for `policy.target`; a report asks it again. Sampling never
+    ends before `policy.rounds` rounds and `policy.min_iterations` samples, whatever they cost: a slow call may thus
+    take longer than `policy.max_seconds`.
     """
-    samples = [sample for block in rounds for sample in block]
-    if len(rounds) < policy.rounds or len(samples) < min(policy.min_iterations, policy.max_iterations):
+    samples = sum(map(len, rounds))
+    if len(rounds) < policy.rounds or samples < min(policy.min_iterations, policy.max_iterations):
         return None
-    middle, low, high = median_interval(samples)
-    if high - low <= policy.target * middle:
+    if is_precise(rounds, policy.target):
         return "precision"
-    if len(samples) >= policy.max_iterations:
+    if samples >= policy.max_iterations:
         return "iterations"
-    if sum(samples) >= policy.max_seconds:
+    if sum(map(sum, rounds)) >= policy.max_seconds:
         return "time"
     return None
 
@@ -98,7 +73,7 @@ def decide(rounds: Sequence[Sequence[float]], policy: MeasurePolicy) -> Reason |
 def iterations_for_round(estimate: float, policy: MeasurePolicy) -> int:
     """Iterations of one round of a call that takes about `estimate` seconds.
 
-    At least what brings `policy.rounds` rounds to `policy.min_iterations`; beyond that, what lets about four times
+    At least what brings `policy.rounds` rounds to `policy.min_iterations`; beyond that, what lets about eight times
     `policy.rounds` rounds fill `policy.max_seconds` or `policy.max_iterations`. Many short rounds see drift better than
     few long ones, and let a case end as soon as it is precise.
     """
@@ -166,23 +141,33 @@ class _Progress:
     call: Call
     warm: WarmUp
     rounds: list[tuple[float, ...]] = field(default_factory=list)
+    spans: list[tuple[float, ...]] = field(default_factory=list)
     kernels: list[float] = field(default_factory=list)
 
-    def visit(self, sampler: Sampler, policy: MeasurePolicy) -> Measurement | None:
-        """Samples one round; returns the measurement if it was the last."""
-        self.rounds.append(tuple(sampler.sample(self.call, iterations_for_round(self.warm.estimate, policy))))
+    def sample(self, sampler: Sampler, policy: MeasurePolicy) -> Reason | None:
+        """Samples one round; returns why it was the last one, or None if there must be more."""
+        iterations = iterations_for_round(self.warm.estimate, policy)
+        try:
+            samples = sampler.sample(self.call, iterations)
+        except MeasureError:  # the profiler may have lost an activity: no reason to throw away the rounds before
+            samples = sampler.sample(self.call, iterations)
+        self.rounds.append(tuple(samples))
+        if sampler.last_spans is not None:
+            self.spans.append(tuple(sampler.last_spans))
         if sampler.kernels_per_call is not None:
             self.kernels.append(sampler.kernels_per_call)
-        reason = decide(self.rounds, policy)
-        if reason is None:
-            return None
+        return decide(self.rounds, policy)
+
+    def measurement(self, sampler: Sampler, stopped_by: Reason, visit: str) -> Measurement:
         return Measurement(
             mode=sampler.mode,
             rounds=tuple(self.rounds),
-            stopped_by=reason,
+            stopped_by=stopped_by,
+            visit=visit,
             warmup_iterations=self.warm.iterations,
             warmup_seconds=self.warm.seconds,
             kernels_per_call=statistics.fmean(self.kernels) if self.kernels else None,
+            spans=tuple(self.spans),
         )
 
 
@@ -191,11 +176,15 @@ def measure_interleaved(
     sampler: Sampler,
     policy: MeasurePolicy,
     on_phase: Callable[[str, Literal["warmup", "measure"]], None] = lambda name, phase: None,
+    visit: str | None = None,
 ) -> dict[str, Outcome]:
     """Measures `calls` in turns, so that drift of clocks and temperature hits all alike.
 
     Every call is warmed up, then sampled in rounds whose order alternates. A call leaves the loop as soon as `decide`
-    says so for its own samples; the others go on. `on_phase(name, phase)` is called before each step.
+    says so for its own samples; the others go on. `on_phase(name, phase)` is called before each step. All measurements
+    of the loop get the same `visit`, by default a fresh one: round `r` of any two of them ran side by side.
+
+    A round that the sampler cannot time (`MeasureError`) is repeated once before its call has failed.
 
     Returns the outcome of each call in the order in which they ended: its `Measurement`, or the exception that it
     raised. A failing call does not disturb the others, with one exception: after a fault that leaves the device
@@ -203,6 +192,7 @@ def measure_interleaved(
     have to be measured again in a new process.
     """
     outcomes: dict[str, Outcome] = {}
+    visit = uuid.uuid4().hex if visit is None else visit
 
     def fail(name: str, error: Exception) -> bool:
         """Notes the failure; returns whether the device is lost."""
@@ -222,15 +212,14 @@ def measure_interleaved(
         for name in interleave(index, tuple(active)):
             on_phase(name, "measure")
             try:
-                measurement = active[name].visit(sampler, policy)
+                stopped_by = active[name].sample(sampler, policy)
             except Exception as error:
                 del active[name]
                 if fail(name, error):
                     return outcomes
                 continue
-            if measurement is not None:
-                outcomes[name] = measurement
-                del active[name]
+            if stopped_by is not None:
+                outcomes[name] = active.pop(name).measurement(sampler, stopped_by, visit)
         index += 1
     return outcomes
 

@@ -174,7 +174,15 @@ class BrokenPlugin:
     why: str
 
 
-_PROVIDER_PARTS = ("name", "operator", "summary", "unavailable", "unsupported", "prepare")
+def _require_provider(candidate: Any) -> None:
+    if isinstance(candidate, type):
+        raise TypeError(f"PROVIDERS holds the class {candidate.__name__}; it must hold objects: {candidate.__name__}()")
+    for name in ("name", "operator", "summary"):
+        if not isinstance(getattr(candidate, name, None), str):
+            raise TypeError(f"{candidate!r} has no {name!r} that is a string")
+    for name in ("unavailable", "unsupported", "prepare"):
+        if not callable(getattr(candidate, name, None)):
+            raise TypeError(f"{candidate!r} has no method {name}()")
 
 
 @dataclass(frozen=True)
@@ -202,10 +210,8 @@ def load_providers(operator: str) -> Providers:
         try:
             found = tuple(load().PROVIDERS)
             for provider in found:
-                lacking = [name for name in _PROVIDER_PARTS if not hasattr(provider, name)]
-                if lacking:
-                    raise TypeError(f"{provider!r} has no {', '.join(lacking)}")
-        except Exception as error:
+                _require_provider(provider)
+        except (Exception, SystemExit) as error:
             broken.append(BrokenPlugin(source, f"{type(error).__name__}: {error}"))
             continue
         for provider in found:

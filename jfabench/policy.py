@@ -20,8 +20,10 @@ class MeasurePolicy(BaseModel):
     rounds: int = Field(4, ge=1, description="interleaved rounds at least; their order alternates (ABBA)")
     min_iterations: int = Field(12, ge=1, description="samples at least, over all rounds")
     max_iterations: int = Field(1000, ge=1, description="samples at most, over all rounds")
-    max_seconds: float = Field(1.0, gt=0, description="measured time of one case at most, in seconds")
-    warmup_seconds: float = Field(0.5, ge=0, description="warm-up of one case at most, in seconds")
+    max_seconds: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="measured time of one case at most, in seconds"
+    )
+    warmup_seconds: float = Field(0.5, ge=0, allow_inf_nan=False, description="warm-up seconds of one case at most")
 
     def mode_on(self, device: str) -> Mode:
         """The mode to use on `device` (`"cuda"` or `"cpu"`). Raises `ValueError` for a CUDA mode on a CPU."""

@@ -157,6 +157,9 @@ class Record:
         schema = data["schema"]
         if schema > SCHEMA:
             raise ValueError(f"record schema {schema} is newer than this jfabench reads ({SCHEMA}): update jfabench")
+        for name in ("env", "clocks", "inputs", "counters"):
+            if not isinstance(data.get(name, {}), dict):
+                raise TypeError(f"{name} is no mapping")
         work, measurement = data.get("work"), data.get("measurement")
         known = {f.name for f in fields(cls)}
         values: dict[str, Any] = {name: value for name, value in data.items() if name in known}
@@ -207,11 +210,12 @@ def read_records(path: Path) -> RecordFile:
                 continue
             try:
                 record = Record.from_json(data)
+                key = record.case.key
             except (KeyError, TypeError, AttributeError) as error:
                 bad.append((number, f"not a record: {error}"))
                 continue
-            by_key.pop(record.case.key, None)
-            by_key[record.case.key] = record
+            by_key.pop(key, None)
+            by_key[key] = record
     return RecordFile(tuple(by_key.values()), tuple(bad))
 
 

@@ -56,6 +56,23 @@ class RecordLog:
     path: Path
     descriptor: int
 
+    @property
+    def size(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
+    def mend(self) -> None:
+        """Ends the last line: with a newline if it is whole, else by cutting off what a killed run left of it."""
+        start = _start_of_last_line(self.descriptor)
+        tail = os.pread(self.descriptor, self.size - start, start)
+        try:
+            whole = isinstance(json.loads(tail), dict)
+        except ValueError:
+            whole = False
+        if whole:
+            os.pwrite(self.descriptor, b"\n", self.size)
+        else:
+            os.ftruncate(self.descriptor, start)
+
     def append(self, record: Record) -> None:
         """Raises `FolderError` when the line could not be written; what stood in the file before is whole."""
         line = record.to_line().encode()
@@ -76,7 +93,7 @@ class RecordLog:
 
 @contextmanager
 def open_log(folder: ResultFolder) -> Iterator[RecordLog]:
-    """Opens the record log for this process alone, and cuts off a line that a killed run left torn."""
+    """Opens the record log for this process alone."""
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder.records, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -93,25 +110,22 @@ def open_log(folder: ResultFolder) -> Iterator[RecordLog]:
             ) from None
         except OSError:
             pass  # a file system without locks
-        _cut_torn_tail(descriptor)
         yield RecordLog(folder.records, descriptor)
     finally:
         os.close(descriptor)
 
 
-def _cut_torn_tail(descriptor: int) -> None:
-    size = os.lseek(descriptor, 0, os.SEEK_END)
-    end = size
+def _start_of_last_line(descriptor: int) -> int:
+    """Where the unfinished last line starts; the end of the file if the last line is finished."""
+    end = os.fstat(descriptor).st_size
     block = 1 << 16
     while end > 0:
         start = max(0, end - block)
         newline = os.pread(descriptor, end - start, start).rfind(b"\n")
         if newline >= 0:
-            end = start + newline + 1
-            break
+            return start + newline + 1
         end = start
-    if end < size:
-        os.ftruncate(descriptor, end)
+    return 0
 
 
 # One worker ----------------------------------------------------------------------------------------------------------
@@ -179,8 +193,9 @@ class Workers:
                     listener.phase(visit.current, visit.phase)
                 elif event["event"] == "record":
                     record = Record.from_json(event["record"])
-                    visit.recorded.add(record.case)
-                    yield record
+                    if record.case.key in cases and record.case not in visit.recorded:  # a forked child repeats them
+                        visit.recorded.add(record.case)
+                        yield record
                 elif event["event"] == "done":
                     visit.done = True
             else:
@@ -235,6 +250,8 @@ def _worker_environment(device: str) -> dict[str, str]:
         values["CUDA_VISIBLE_DEVICES"] = ""
         # The shapes of the CPU scale are tiny: threads that wait for each other cost more than they compute.
         values.setdefault("OMP_NUM_THREADS", "1")
+    if sys.flags.safe_path:
+        values["PYTHONSAFEPATH"] = "1"
     return values
 
 
@@ -259,7 +276,10 @@ def _events(descriptor: int, process: subprocess.Popen[bytes], timeout: float) -
                 return
             *lines, buffer = (buffer + chunk).split(b"\n")
             for line in lines:
-                yield json.loads(line)
+                with suppress(ValueError):  # a provider that writes to a descriptor which is not its own
+                    event = json.loads(line)
+                    if isinstance(event, dict) and "event" in event:
+                        yield event
             deadline = time.monotonic() + timeout
         elif dead:
             return
@@ -325,8 +345,11 @@ def run_sweep(
         SweepStoppedError: no worker can go on. Nothing measured is lost.
     """
     with closing(workers), open_log(folder) as log:
+        if log.size and not resume:
+            raise FolderError(f"{folder.records}: exists already; add --resume to go on, or choose another --out")
+        log.mend()
         known = _read(folder)
-        _start(sweep, folder, known, device, command_line, summaries, resume)
+        _start(sweep, folder, known, device, command_line, summaries)
         finished = {case: r for case, r in known.items() if not (retry_failed and r.status != "ok")}
         result = {case: finished[case] for case in sweep.cases if case in finished}
         for record in result.values():
@@ -368,7 +391,6 @@ def _start(
     device: str,
     command_line: str,
     summaries: Mapping[str, str],
-    resume: bool,
 ) -> None:
     from jfabench import __version__
 
@@ -387,10 +409,6 @@ def _start(
         command=command_line,
         version=__version__,
     )
-    if known and not resume:
-        raise FolderError(
-            f"{folder.root}: holds {len(known)} records already; add --resume to go on, or choose another --out"
-        )
     try:
         earlier = folder.read_manifest()
     except ValueError as error:
@@ -399,6 +417,8 @@ def _start(
         for name in ("operator", "device", "scale", "policy"):
             was, now = getattr(earlier, name), getattr(manifest, name)
             if was != now:
+                if isinstance(was, Mapping):  # show what differs, not all of it
+                    was, now = ({k: v for k, v in a.items() if b.get(k) != v} for a, b in ((was, now), (now, was)))
                 raise FolderError(
                     f"{folder.root}: was started with {name} {was!r}, this command asks for {now!r}; "
                     "choose another --out, or repeat the first command with --resume"

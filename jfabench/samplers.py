@@ -41,6 +41,14 @@ class Sampler(Protocol):
         """
         ...
 
+    @property
+    def last_spans(self) -> list[float] | None:
+        """For each call of the last block, the seconds from the start of its first GPU activity to the end of its last.
+
+        None in the modes that do not see activities.
+        """
+        ...
+
     def sample(self, call: Callable[[], object], iterations: int) -> list[float]:
         """Runs a block of `iterations` calls and returns the seconds of each.
 
@@ -74,6 +82,7 @@ class CpuWallSampler:
     mode: Mode = "wall"
     device = "cpu"
     kernels_per_call: float | None = None
+    last_spans: list[float] | None = None
 
     def sample(self, call: Callable[[], object], iterations: int) -> list[float]:
         samples = []
@@ -93,6 +102,7 @@ class _CudaSampler:
 
         self.device = device
         self.kernels_per_call: float | None = None
+        self.last_spans: list[float] | None = None
         l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or DEFAULT_L2_BYTES
         buffer = torch.empty(2 * l2, dtype=torch.int8, device=device)
         self._torch: Any = torch
@@ -225,8 +235,9 @@ class ProfilerSampler(_CudaSampler):
     """GPU time of the kernels, memory copies and memory fills that each call launched, from Kineto (CUPTI).
 
     A sample is the *sum* of their durations: gaps between them do not count, and kernels that run at the same time on
-    several streams all count in full. Only CUDA activity is recorded; recording CPU activity, too, slows launches down
-    and makes a session an order of magnitude longer.
+    several streams all count in full. That favours calls of many kernels, so the span from the start of the first to
+    the end of the last is kept beside it (`last_spans`). Only CUDA activity is recorded; recording CPU activity, too,
+    slows launches down and makes a session an order of magnitude longer.
 
     Each iteration is: flush, synchronise, call, synchronise. `attribute` tells from the trace which activity belongs to
     which call, without knowing the name of the flush kernel.
@@ -238,6 +249,7 @@ class ProfilerSampler(_CudaSampler):
         activities, stamps = self.trace(call, iterations)
         by_call = attribute(activities, iterations, stamps)
         self.kernels_per_call = sum(map(len, by_call)) / iterations
+        self.last_spans = [(max(a.end for a in own) - min(a.start for a in own)) * 1e-9 for own in by_call]
         return [sum(activity.duration for activity in own) * 1e-9 for own in by_call]
 
     def trace(self, call: Callable[[], object], iterations: int) -> tuple[list[Activity], list[int]]:
@@ -282,6 +294,10 @@ class Activity:
     duration: int
     correlation: int
 
+    @property
+    def end(self) -> int:
+        return self.start + self.duration
+
 
 def attribute(activities: Sequence[Activity], iterations: int, stamps: Sequence[int]) -> list[list[Activity]]:
     """The GPU activities that each of `iterations` calls launched.
@@ -297,7 +313,7 @@ def attribute(activities: Sequence[Activity], iterations: int, stamps: Sequence[
 
     Raises `MeasureError` if neither works.
     """
-    ends = [a.start + a.duration for a in activities if not a.on_gpu and a.name.startswith(SYNCHRONIZE)]
+    ends = [a.end for a in activities if not a.on_gpu and a.name.startswith(SYNCHRONIZE)]
     found = []
     for cuts in (ends, stamps):
         pieces = _cut(activities, sorted(cuts))

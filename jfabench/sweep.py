@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -24,6 +25,10 @@ from jfabench.records import Case, Direction
 
 Scale = Literal["full", "cpu"]
 KeyPath = tuple[str | int, ...]
+
+
+_MOST_NODES = 100_000
+_MOST_POINTS = 100_000
 
 
 class ConfigError(ValueError):
@@ -59,7 +64,7 @@ class SweepConfig(_Strict):
     baseline: str | None = None
     providers: list[str] = Field(min_length=1)
     directions: list[Direction] = Field(["fwd", "bwd"], min_length=1)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**31)
     params: dict[str, Any] = {}
     axes: dict[str, list[Any]] = {}
     overrides: list[Override] = []
@@ -143,20 +148,27 @@ class _Source:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot be read: {error}") from None
+        self.lines: dict[str, int] = {}  # by dotted key: an axis `a.b` stands in the file as one key
+        self._nodes = 0
         try:
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            self._index(yaml.compose(text, Loader=yaml.SafeLoader), ())
             data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, OverflowError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from None
+        except RecursionError:
+            raise ConfigError(f"{path}: not valid as a sweep file: nested too deeply, or in itself") from None
         if not isinstance(data, dict):
             raise ConfigError(
                 f"{path}: expected a mapping with at least `operator` and `providers`, found {_kind(data)}"
             )
-        self.lines: dict[str, int] = {}  # by dotted key: an axis `a.b` stands in the file as one key
-        self._index(node, ())
         self.data: dict[str, Any] = data
 
     def _index(self, node: Any, path: KeyPath) -> None:
+        self._nodes += 1
+        if self._nodes > _MOST_NODES:
+            raise ConfigError(f"{self.path}: more than {_MOST_NODES:,} values; a sweep file is a page or two")
         if isinstance(node, yaml.MappingNode):
             first: dict[str, int] = {}
             for key, value in node.value:
@@ -286,6 +298,9 @@ def _with_settings(source: _Source, config: SweepConfig, settings: Sequence[str]
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {setting}: the value is not valid YAML: {_one_line(error)}") from None
         head = key.split(".")[0]
+        for override in data["overrides"]:  # the command line has the last word
+            override["set"] = {k: v for k, v in override["set"].items() if k != key.removeprefix("params.")}
+        data["overrides"] = [override for override in data["overrides"] if override["set"]]
         if key in data["axes"]:
             data["axes"][key] = value if isinstance(value, list) else [value]
         elif key.startswith("axes."):
@@ -293,6 +308,9 @@ def _with_settings(source: _Source, config: SweepConfig, settings: Sequence[str]
         elif head in SweepConfig.model_fields and head != "cpu":
             _put(data, key, value)
         elif head in _operator(source, config).model.model_fields:
+            for axis in data["axes"]:
+                if axis.startswith(f"{key}.") or key.startswith(f"{axis}."):
+                    raise ConfigError(f"--set {setting}: conflicts with the axis `{axis}`; set axes.{axis} instead")
             _put(data["params"], key, value)
         else:
             valid = [*SweepConfig.model_fields, *_operator(source, config).model.model_fields, *data["axes"]]
@@ -338,6 +356,11 @@ def _expand(source: _Source, config: SweepConfig) -> Iterable[Case]:
     for axis, values in config.axes.items():
         if not values:
             raise source.error(("axes", axis), "an axis needs at least one value")
+        for other in config.axes:
+            if other.startswith(f"{axis}."):
+                raise source.error(("axes", other), f"conflicts with the axis `{axis}`, which replaces all of it")
+    if (points := math.prod(map(len, config.axes.values()))) > _MOST_POINTS:
+        raise source.error(("axes",), f"the grid has {points:,} points; at most {_MOST_POINTS:,} are possible")
     for number, override in enumerate(config.overrides):
         for part in ("when", "set"):
             for key in getattr(override, part):
@@ -354,6 +377,8 @@ def _expand(source: _Source, config: SweepConfig) -> Iterable[Case]:
             valid = operator.dump(operator.parse(_relative_to(source.path, params)))
         except ValidationError as error:
             raise _point_error(source, config, operator, error, point) from None
+        except OverflowError as error:
+            raise source.error(("params",), f"a number is too large ({error})") from None
         _require_drawable(source, operator, valid, config.seed, point)
         for direction in config.directions:
             for provider in config.providers:

@@ -154,11 +154,14 @@ def run_job(job: Job, emit: Emitter) -> None:
         return
 
     ready: dict[Case, Call] = {}
+    settings = _torch_settings()
     for case in possible:
         try:
             emit.phase(case, "prepare")
             with nvtx_range(f"prepare/{case.provider}/{case.direction}"):
                 call = providers[case.provider].prepare(inputs, case.direction)
+            if not isinstance(call, Call):
+                raise TypeError(f"prepare() must return a jfabench.operator.Call, not {type(call).__name__}")
             emit.phase(case, "check")
             with nvtx_range(f"check/{case.provider}/{case.direction}"):
                 checks, doubts = _check(operator, call, params, expected, case.direction, kind)
@@ -166,10 +169,13 @@ def run_job(job: Job, emit: Emitter) -> None:
             status, reason = describe_failure(error)
             finish(case, status, reason)
             del error
+            _restore_torch_settings(settings)
             _free()
             _require_device(kind)
             continue
         blank[case] = replace(blank[case], checks=checks)
+        if left_changed := _restore_torch_settings(settings):
+            doubts = [*doubts, f"it leaves torch's {left_changed} changed for everybody else"]
         changed = _changed(untouched, operator.fingerprint(inputs))
         wrong = [f"{check.tensor}: {check.detail or _distance(check)}" for check in checks if not check.passed]
         if changed:
@@ -247,7 +253,10 @@ def _check(
     """
     from jfabench.check import poisoned_allocations
 
-    first = dict(call.results(call.run()))
+    first = call.results(call.run())
+    if not isinstance(first, Mapping):
+        raise TypeError(f"results() must return a mapping of names to tensors, not {type(first).__name__}")
+    first = dict(first)
     _synchronize(kind)  # an asynchronous fault surfaces here, at the case that caused it
     promised = getattr(params, "deterministic", False)
     kept = {name: tensor.clone() for name, tensor in first.items()} if promised else {}
@@ -281,7 +290,9 @@ def _blank_records(job: Job, operator: Operator) -> dict[Case, Record]:
 
 def describe_failure(error: BaseException) -> tuple[Status, str]:
     """Classifies an exception of a provider, and says in one line what it was and where it came from."""
-    text = " ".join(str(error).split()) or "no message"
+    # Whatever a provider says must fit into UTF-8 files and on terminals.
+    printable = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in str(error))
+    text = " ".join(printable.split()) or "no message"
     name = type(error).__name__
     out_of_memory = (
         isinstance(error, MemoryError)
@@ -294,6 +305,34 @@ def describe_failure(error: BaseException) -> tuple[Status, str]:
     limit = 600
     shown = text if len(text) <= limit else f"{text[:limit]}…"
     return ("oom" if out_of_memory else "failed"), f"{name}: {shown}{where}"
+
+
+def _torch_settings() -> dict[str, Any]:
+    """What every provider of the process shares, and may change only while it runs."""
+    import torch
+
+    return {
+        "number of threads": torch.get_num_threads(),
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _restore_torch_settings(settings: Mapping[str, Any]) -> str:
+    """Puts the settings back, and returns the names of those that differed."""
+    import torch
+
+    present = _torch_settings()
+    changed = [name for name, value in settings.items() if present[name] != value]
+    if changed:
+        torch.set_num_threads(settings["number of threads"])
+        torch.set_grad_enabled(settings["grad mode"])
+        torch.set_default_dtype(settings["default dtype"])
+        torch.use_deterministic_algorithms(settings["deterministic mode"])
+        torch.set_float32_matmul_precision(settings["float32 matmul precision"])
+    return ", ".join(changed)
 
 
 def _distance(check: Any) -> str:

@@ -221,6 +221,11 @@ class JaggedAttention:
 
         return make_inputs(params, seed, device)
 
+    def fingerprint(self, inputs: JaggedInputs) -> dict[str, int]:
+        from jfabench.operators.jagged_tensors import fingerprint
+
+        return fingerprint(inputs)
+
     def oracle(self, inputs: JaggedInputs, directions: Sequence[Direction]) -> Expected:
         from jfabench.operators.jagged_oracle import oracle
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jfabench.check import compare
+from jfabench.check import Limit, Rows, Tally, compare, compare_vectors, length_classes, limits
 from jfabench.operators.jagged_tensors import DTYPES, JaggedInputs
 from jfabench.operators.lengths import Lengths
 from jfabench.records import TensorCheck
@@ -28,42 +28,52 @@ from jfabench.records import TensorCheck
 ELEMENTS_PER_GROUP = {"cuda": 2**29, "cpu": 2**22}
 """Padded scores and tensor elements at a time: on a GPU 2 GiB in float32, and some five such tensors are alive."""
 
+ROWS_AT_A_TIME = {"cuda": 2**31, "cpu": 16}
+"""Query rows after which the baseline rounds its sums over rows, dK and dV: torch's own attention for CPUs keeps them
+in the input dtype from block to block. On a GPU that would be a fault."""
+
 PADDING_ALLOWED = 1.25
 """Sequences share a group as long as their padded scores are at most this many times the true ones."""
 
-LSE_FLOOR = 1e-3
-"""Absolute. `lse` has no rounding to the input dtype; polynomial exponentials err by up to 1e-4, a lost key by 1/n."""
+LSE_FLOOR = 1e-4
+"""Absolute: what an approximate exponential may cost (Blackwell kernels compute some of theirs by a polynomial)."""
 
-OUT_FLOOR = 1e-5
-"""Absolute, for outputs whose rounded computation happens to be exact (every row sees one key)."""
+LSE_RELATIVE = 2.0**-20
+"""Of the largest finite `|lse|`: some units in the last place of float32."""
 
-FEW_ROWS = 16.0
-"""Units in the last place, over the number of rows and heads: see `Expected`."""
+VANISHING = 2.0**-16
+"""`dP - delta` cancels where a row sees one key: its gradient is 0 but for the float32 noise of two sums of D terms of
+order 1. This is above what such noise leaves in dQ and dK, times `sm_scale * sqrt(D)` where the scale is larger."""
 
 GRADIENT_FLOOR = 1e-4
-"""Absolute, over the fewest keys that a row sees. `dP - delta` cancels: a row with one key has gradient 0, and float32
-noise of two sums of D terms of order 1 remains; with n keys the probability that multiplies it is of order 1/n."""
+"""The absolute error allowed where a gradient vanishes, times the same factor."""
+
+FEW_ROWS, FEW_ENOUGH = 16.0, 8.0
+"""`delta` has one rounding error for a whole row and head, so that of a handful of them tells little about another
+right computation's. So dQ and dK may be off by some units in the last place, of the largest value or of 1: `FEW_ROWS`
+over the number of rows and heads, and from `FEW_ENOUGH` of them on over its square. From hundreds on that is nothing.
+"""
+
+PEAKED = 1.5
+"""`sm_scale * sqrt(D)` above which most of a row's weight may lie on one key. The errors of dQ and dK are then those of
+`delta`, whatever the size of the gradient, and differ among right computations: only the whole tensor is judged."""
 
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """Right answers by name, each with the error of the same computation in the input dtype and an absolute floor.
-
-    The largest error of a few rows says little about that of another right computation, which rounds the same rows
-    otherwise: `delta` alone has one rounding error for a whole row. So the floor has one more term that allows for
-    chance in tiny cases: `FEW_ROWS` units in the last place, of the largest value or of 1, over the number of query
-    rows and heads. From a thousand rows on it is nothing.
-    """
+    """Right answers by name; for `lse` one absolute limit, for the others the limits of each class of their vectors."""
 
     tensors: Mapping[str, Tensor]
-    baseline: Mapping[str, float]
-    floor: Mapping[str, float]
     dtypes: Mapping[str, torch.dtype]
+    rows: Mapping[str, Rows]
+    limits: Mapping[str, tuple[Limit, ...]]
+    lse_limit: float
 
     def check(self, name: str, got: object) -> TensorCheck:
-        return compare(
-            name, got, self.tensors[name], dtype=self.dtypes[name], baseline=self.baseline[name], floor=self.floor[name]
-        )
+        right, dtype = self.tensors[name], self.dtypes[name]
+        if name == "lse":
+            return compare(name, got, right, dtype=dtype, baseline=0.0, floor=self.lse_limit)
+        return compare_vectors(name, got, right, dtype=dtype, rows=self.rows[name], limits=self.limits[name])
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,8 @@ class _Oracle:
     gradients: bool
     groups: list[_Group] = field(init=False)
     results: dict[str, Tensor] = field(init=False)
-    errors: dict[str, Tensor] = field(init=False)
+    rows: dict[str, Rows] = field(init=False)
+    tallies: dict[str, Tally] = field(init=False)
 
     def __post_init__(self) -> None:
         x = self.inputs
@@ -121,7 +132,8 @@ class _Oracle:
         self.results = {
             name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name, shape in shapes.items()
         }
-        self.errors = {name: torch.zeros((), dtype=self.dtype, device=self.device) for name in shapes}
+        self.rows = _rows(x)
+        self.tallies = {name: Tally(self.device) for name in shapes if name != "lse"}
         if self.gradients and x.params.broadcast_q:
             self.rounded_dq = torch.zeros_like(self.results["dq"])
 
@@ -140,10 +152,10 @@ class _Oracle:
         q = _split(q, 1, p.kv_heads)
         dout = _split(self._pad(x.dout, self.q_index[:, group.q_rows], g, m), 1, p.kv_heads)
 
-        out, dq, rounded_dq = (torch.zeros(dout.shape, dtype=self.dtype, device=self.device) for _ in range(3))
+        out, rounded_out, dq, rounded_dq = (torch.zeros_like(dout) for _ in range(4))
         lse = torch.full(dout.shape[:-1], float("-inf"), dtype=self.dtype, device=self.device)
         dk, dv, rounded_dk, rounded_dv = (torch.zeros_like(k.squeeze(2)) for _ in range(4))
-        step = max(1, self.budget // (g * p.heads * n))
+        step = max(1, min(self.budget // (g * p.heads * n), ROWS_AT_A_TIME[self.device.type]))
         for start in range(0, m, step):
             block = slice(start, min(start + step, m))
             q_block, dout_block = q[..., block, :], dout[..., block, :]
@@ -160,61 +172,67 @@ class _Oracle:
             out_block = p_block @ v
             out[..., block, :] = out_block
             rounded_p = self._round(p_block)
-            rounded_out = self._matmul(rounded_p, v)
-            self._error("out", rounded_out, out_block)
+            rounded_out_block = self._matmul(rounded_p, v)
+            rounded_out[..., block, :] = rounded_out_block
             if not self.gradients:
                 continue
 
-            dv += _sum_heads(p_block.mT @ dout_block)
-            rounded_dv += _sum_heads(self._matmul(rounded_p.mT, dout_block))
+            dv += _stack_heads(p_block).mT @ _stack_heads(dout_block)
+            rounded_dv = self._round(rounded_dv + self._matmul(_stack_heads(rounded_p).mT, _stack_heads(dout_block)))
             del rounded_p
             scaled_dout = p.scale * dout_block  # so that sm_scale enters dS here, and once
             ds_block = scaled_dout @ v.mT  # dP, then in place dS
-            rounded_ds = self._round((ds_block - _row_dot(scaled_dout, rounded_out)).mul_(p_block))
+            rounded_ds = self._round((ds_block - _row_dot(scaled_dout, rounded_out_block)).mul_(p_block))
             ds_block.sub_(_row_dot(scaled_dout, out_block)).mul_(p_block)
             dq[..., block, :] = ds_block @ k
             rounded_dq[..., block, :] = self._matmul(rounded_ds, k)
-            dk += _sum_heads(ds_block.mT @ q_block)
-            rounded_dk += _sum_heads(self._matmul(rounded_ds.mT, q_block))
+            dk += _stack_heads(ds_block).mT @ _stack_heads(q_block)
+            rounded_dk = self._round(rounded_dk + self._matmul(_stack_heads(rounded_ds).mT, _stack_heads(q_block)))
             del p_block, ds_block, rounded_ds
 
-        self._unpad("out", out.flatten(1, 2), self.q_index[:, group.q_rows])
+        self._keep("out", out.flatten(1, 2), rounded_out.flatten(1, 2), self.q_index[:, group.q_rows])
         flat_lse = lse.flatten(1, 2).transpose(0, 1).flatten(1)
         rows, slots = self.q_index[:, group.q_rows]
         self.results["lse"].index_copy_(1, rows, flat_lse.index_select(1, slots))
         if not self.gradients:
             return
         for name, right, inexact in (("dk", dk, rounded_dk), ("dv", dv, rounded_dv)):
-            self._unpad(name, right, self.k_index[:, group.k_rows])
-            self._error(name, self._round(inexact), right)
+            self._keep(name, right, inexact, self.k_index[:, group.k_rows])
         if p.broadcast_q:
             self.results["dq"] += dq.flatten(1, 2).sum(0).transpose(0, 1)
             self.rounded_dq += rounded_dq.flatten(1, 2).sum(0).transpose(0, 1)
         else:
-            self._unpad("dq", dq.flatten(1, 2), self.q_index[:, group.q_rows])
-            self._error("dq", self._round(rounded_dq), dq)
+            self._keep("dq", dq.flatten(1, 2), rounded_dq.flatten(1, 2), self.q_index[:, group.q_rows])
 
     def finish(self) -> Expected:
         x = self.inputs
-        input_dtype = DTYPES[x.params.dtype]
-        gradient_floor = GRADIENT_FLOOR / _fewest_keys(x)
-        floor = {"out": OUT_FLOOR, **dict.fromkeys(("dq", "dk", "dv"), gradient_floor)}
+        dtype = DTYPES[x.params.dtype]
         if self.gradients and x.params.broadcast_q:
-            self._error("dq", self._round(self.rounded_dq), self.results["dq"])
-            floor["dq"] *= x.params.batch**0.5  # noise of independent sequences adds up as a random walk
-        names = list(self.errors)
-        zero = torch.zeros((), dtype=self.dtype, device=self.device)
-        largest = [x.abs().amax() if name != "lse" and x.numel() else zero for name, x in self.results.items()]
-        facts = torch.stack([*(self.errors[name] for name in names), *largest]).tolist()
-        unit = torch.finfo(input_dtype).eps
-        for name, value in zip(names, facts[len(names) :], strict=True):
-            if name != "lse":
-                floor[name] += FEW_ROWS * unit * max(1.0, value) / max(1, self.results["lse"].numel())
+            self._tally("dq", self.rounded_dq, self.results["dq"], self.rows["dq"])
+        lse = self.results["lse"]
+        largest = float(lse.masked_fill(lse.isinf(), 0.0).abs().amax()) if lse.numel() else 0.0
         return Expected(
             tensors=self.results,
-            baseline=dict(zip(names, facts[: len(names)], strict=True)),
-            floor={**floor, "lse": LSE_FLOOR},
-            dtypes={name: torch.float32 if name == "lse" else input_dtype for name in names},
+            dtypes={name: torch.float32 if name == "lse" else dtype for name in self.results},
+            rows=self.rows,
+            limits={name: self._limits(name, dtype) for name in self.tallies},
+            lse_limit=LSE_FLOOR + LSE_RELATIVE * largest,
+        )
+
+    def _limits(self, name: str, dtype: torch.dtype) -> tuple[Limit, ...]:
+        counted = self.tallies[name].host()
+        if name in ("out", "dv"):
+            return limits(counted, dtype)
+        factor, rows = _scale_factor(self.inputs), max(1, self.results["lse"].numel())
+        units = torch.finfo(dtype).eps * max(1.0, float(counted["value"].max()))
+        few = FEW_ROWS * units / rows * min(1.0, FEW_ENOUGH / rows)
+        return limits(
+            counted,
+            dtype,
+            floor=few * factor,
+            vanishing_floor=GRADIENT_FLOOR * factor,
+            cancelling=True,
+            by_class=factor < PEAKED,
         )
 
     def _pad(self, packed: Tensor, index: Tensor, g: int, length: int) -> Tensor:
@@ -223,9 +241,15 @@ class _Oracle:
         padded.index_copy_(0, index[1], packed.index_select(0, index[0]).to(self.dtype))
         return padded.view(g, length, *packed.shape[1:]).transpose(1, 2).contiguous()
 
-    def _unpad(self, name: str, padded: Tensor, index: Tensor) -> None:
-        """`[g, heads, length, D]` -> the rows of a packed result."""
-        self.results[name].index_copy_(0, index[0], padded.transpose(1, 2).flatten(0, 1).index_select(0, index[1]))
+    def _keep(self, name: str, right: Tensor, inexact: Tensor, index: Tensor) -> None:
+        """Puts `[g, heads, length, D]` of right values into the rows of a packed result, and counts the errors."""
+        packed, plain = (x.transpose(1, 2).flatten(0, 1).index_select(0, index[1]) for x in (right, inexact))
+        self.results[name].index_copy_(0, index[0], packed)
+        self._tally(name, plain, packed, self.rows[name].at(index[0]))
+
+    def _tally(self, name: str, inexact: Tensor, right: Tensor, rows: Rows) -> None:
+        if right.numel():
+            self.tallies[name].add(self._round(inexact), right, rows)
 
     def _hidden(self, group: _Group, block: slice) -> Tensor | None:
         """`[g, 1, 1, rows of the block, n]`, True where the mask or the padding hides a key; None: nowhere."""
@@ -257,10 +281,6 @@ class _Oracle:
         """`a @ b` of rounded `a` and an input `b`, accumulated in float32 and rounded; in the oracle's dtype."""
         return self._round(a @ b.to(a.dtype)).to(self.dtype)
 
-    def _error(self, name: str, inexact: Tensor, right: Tensor) -> None:
-        worst = (inexact.to(self.dtype) - right).abs_().amax()
-        self.errors[name] = torch.maximum(self.errors[name], worst)
-
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
     """`[..., D]`, `[..., D]` -> `[..., 1]`"""
@@ -272,9 +292,9 @@ def _split(x: Tensor, dim: int, outer: int) -> Tensor:
     return x.view(*x.shape[:dim], outer, x.shape[dim] // outer, *x.shape[dim + 1 :])
 
 
-def _sum_heads(x: Tensor) -> Tensor:
-    """`[g, H_kv, R, n, D]` -> `[g, H_kv, n, D]`: the query heads that share a key/value head."""
-    return x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
+def _stack_heads(x: Tensor) -> Tensor:
+    """`[g, H_kv, R, m, n]` -> `[g, H_kv, R * m, n]`: a product then sums over query heads as over rows."""
+    return x.flatten(2, 3)
 
 
 def _make_groups(queries: Lengths, keys: Lengths, heads: int, width: int, budget: int) -> tuple[list[_Group], Lengths]:
@@ -327,11 +347,34 @@ def _ranges(starts: Lengths, lengths: Lengths) -> Lengths:
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 
 
-def _fewest_keys(inputs: JaggedInputs) -> int:
-    """At most the number of keys that any query row sees, of those that see one; at least 1."""
-    alive = inputs.k_lengths[(inputs.q_lengths > 0) & (inputs.k_lengths > 0)]
-    masked = max(inputs.params.bounds) >= 0
-    return 1 if masked or not alive.size else int(alive.min())
+def _rows(x: JaggedInputs) -> dict[str, Rows]:
+    """What the rows of each result have to do with sequences.
+
+    Every query row and head has a rounding error of its own in `delta`, shared by all that the row contributes to. A
+    key/value vector is one of `n` that share those of `m` rows; a broadcast query collects those of every sequence, or
+    under a mask perhaps of one.
+    """
+    p, device = x.params, x.k.device
+    queries, keys = x.q_lengths, x.k_lengths
+    share = np.minimum(1.0, np.maximum(1, queries) * (p.heads // p.kv_heads) / np.maximum(1, keys))
+    classes = length_classes(keys)
+    of_query, of_key, weight = (
+        torch.from_numpy(np.repeat(values, lengths)).to(device)
+        for values, lengths in ((classes, queries), (classes, keys), (share.astype(np.float32), keys))
+    )
+    vanishing = VANISHING * _scale_factor(x)
+    masked = max(p.bounds) >= 0
+    sequences = 1.0 if masked else max(1.0, float((keys > 1).sum()))
+    return {
+        "out": Rows(of_query),
+        "dq": Rows(None, sequences, vanishing) if p.broadcast_q else Rows(of_query, vanishing=vanishing),
+        "dk": Rows(of_key, weight, vanishing),
+        "dv": Rows(of_key, weight),
+    }
+
+
+def _scale_factor(x: JaggedInputs) -> float:
+    return max(1.0, float(x.params.scale * x.params.head_dim**0.5))
 
 
 @contextmanager

@@ -1,18 +1,19 @@
 """Charts of a table of results: SVG and PNG files, and the same panels one by one for the report.
 
-A figure shows one metric over the numeric parameter with the most values. Its panels are the values of one more
-parameter, by direction; further parameters make further figures. A line is one provider, in a colour and marker of its
-own, labelled at its end, with the 95% interval. A case without a number is marked by a cross and named below the panel.
+A figure shows one metric of one grid over the numeric parameter with the most values. Its panels are the values of one
+more parameter, by direction; further parameters make further figures. A line is one provider, in a colour and marker of
+its own, labelled at its end, with the 95% interval. A case without a number is marked by a cross and named below the
+panel.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from PIL import Image
 
-from jfabench.reports import palette, svg
+from jfabench.folder import write_whole
+from jfabench.reports import derive, palette, svg
 from jfabench.reports.figures import (
     CPU_NOTE,
     METRICS,
@@ -39,22 +41,25 @@ from jfabench.reports.figures import (
     param_title,
     short_name,
     speed_unit,
+    value_text,
 )
 from jfabench.reports.load import Results
 
 _MAX_BARS = 20  # points of a line that get a bar and a marker each; a longer one gets a band
 
 # Inches of the plot in a panel, and of what surrounds it; the room for names at its right depends on them.
-_WIDTH, _PLOT = 2.3, 2.05
-_LEFT, _TOP, _BOTTOM, _NOTE_LINE = 0.5, 0.42, 0.45, 0.15
-_HEADER, _LEGEND = 0.62, 0.42
+_WIDTH, _PLOT = 2.05, 1.9
+_LEFT, _TOP, _BOTTOM, _NOTE_LINE = 0.5, 0.42, 0.45, 0.16
+_TITLE, _SUBTITLE, _GAP, _LEGEND_LINE = 0.26, 0.19, 0.2, 0.21
+_LETTER = 0.078  # of a text in the base size, on average and rounded up
+_DPI = 144
 
 _RC = {
     "svg.fonttype": "none",  # text stays text: small, searchable, and set in the reader's own font
     "svg.hashsalt": "jfabench",
     "font.family": ["sans-serif"],
     "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"],
-    "font.size": 9,
+    "font.size": 9.5,
     "axes.edgecolor": palette.LINE,
     "axes.labelcolor": palette.MUTED,
     "axes.titlecolor": palette.TEXT,
@@ -98,12 +103,12 @@ class Charts:
 
 
 def draw(results: Results) -> Charts:
-    """Writes `charts/*.svg` and `charts/*.png` of the results' target folder and returns the panels."""
+    """Writes `charts/*.svg` and `charts/*.png` of the results' target folder and returns the panels.
+
+    Each file is replaced as a whole. Those of an earlier report that are no longer drawn are removed at the end.
+    """
     folder = results.target.charts
-    folder.mkdir(parents=True, exist_ok=True)
-    for metric in METRICS:
-        for old in (*folder.glob(f"{metric.name}*.svg"), *folder.glob(f"{metric.name}*.png")):
-            old.unlink()
+    written = set()
     charts: list[Chart] = []
     omitted: list[str] = []
     for figure in figures(results, omitted):
@@ -111,20 +116,30 @@ def draw(results: Results) -> Charts:
         with rc_context(_RC):  # fonts and salts are read while saving
             buffer = io.StringIO()
             fig.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-            _save_png(fig, folder / f"{figure.stem}.png")
+            picture = _png(fig)
         text = svg.compact(buffer.getvalue())
-        (folder / f"{figure.stem}.svg").write_text(text, encoding="utf-8")
+        for name, content in ((f"{figure.stem}.svg", text.encode()), (f"{figure.stem}.png", picture)):
+            write_whole(folder / name, content)
+            written.add(name)
         charts.append(_chart(figure, text, fig, axes))
+    for old in folder.glob("*"):
+        if _OURS.fullmatch(old.name) and old.name not in written:
+            old.unlink()
     return Charts(tuple(charts), tuple(omitted))
 
 
-def _save_png(fig: Figure, path: Path) -> None:
+_OURS = re.compile(rf"({'|'.join(metric.name for metric in METRICS)})(-.*)?\.(svg|png)")
+
+
+def _png(fig: Figure) -> bytes:
     """A line chart needs few colours: a palette makes the file a quarter of the size."""
     canvas = FigureCanvasAgg(fig)
-    fig.set_dpi(110)
+    fig.set_dpi(_DPI)
     canvas.draw()
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    image.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    buffer = io.BytesIO()
+    image.quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(buffer, format="png")
+    return buffer.getvalue()
 
 
 # Drawing -------------------------------------------------------------------------------------------------------------
@@ -139,25 +154,33 @@ class DrawnPanel:
 
 def render(spec: FigureSpec) -> tuple[Figure, list[DrawnPanel]]:
     """The whole figure, without touching pyplot or any global state of matplotlib."""
-    columns: list[Any] = list(dict.fromkeys(spec.rows[spec.layout.panel])) if spec.layout.panel else [None]
-    if all(isinstance(value, int | float) for value in columns):
-        columns = sorted(columns)
-    directions = list(dict.fromkeys(spec.rows["direction"]))
-    places = [(r, c) for r in range(len(directions)) for c in range(len(columns))]
-    cells = {(r, c): rows for r, c in places if len(rows := _cell_rows(spec, directions[r], columns[c]))}
-    series = {place: panel_series(spec, rows) for place, rows in cells.items()}
+    places = _places(spec)
+    series = {place: panel_series(spec, rows) for place, (_, rows) in places.items()}
     notes = {place: _notes(spec, panel) for place, panel in series.items()}
-    lines = max(len(_wrapped(texts)) for texts in notes.values())
+    cell = _cell_width(spec)
+    columns, lines = max(c for _, c in places) + 1, max(r for r, _ in places) + 1
+    width = cell * columns
+    titles = textwrap.wrap(spec.title, int((width - _LEFT) / (1.5 * _LETTER)))
+    subtitles = textwrap.wrap(spec.subtitle, int((width - _LEFT) / _LETTER))
+    legend_columns = max(2, min(len(spec.styles) + 1, int(width / 1.3)))
+    legend = _LEGEND_LINE * math.ceil((len(spec.styles) + 1) / legend_columns) + 0.12
+    noted = _NOTE_LINE * max(len(_wrapped(texts, cell)) for texts in notes.values())
+    height = _TOP + _PLOT + _BOTTOM + noted
     with rc_context(_RC):
-        height = _TOP + _PLOT + _BOTTOM + _NOTE_LINE * lines
-        cell = _cell_width(spec)
-        total = (cell * len(columns), _HEADER + height * len(directions) + _LEGEND)
+        header = _TITLE * len(titles) + _SUBTITLE * len(subtitles) + _GAP
+        total = (width, header + height * lines + legend)
         fig = Figure(figsize=total)
-        fig.text(_LEFT / total[0], 1 - 0.22 / total[1], spec.title, size=12, weight="bold", va="center")
-        fig.text(_LEFT / total[0], 1 - 0.45 / total[1], spec.subtitle, color=palette.MUTED, va="center")
+        y = total[1] - 0.08
+        for words, step, looks in (
+            (titles, _TITLE, {"size": 12, "weight": "bold"}),
+            (subtitles, _SUBTITLE, {"color": palette.MUTED}),
+        ):
+            for line in words:
+                fig.text(_LEFT / total[0], (y - step / 2) / total[1], line, va="center", **looks)
+                y -= step
         drawn: list[DrawnPanel] = []
-        for (r, c), rows in cells.items():
-            bottom = _LEGEND + height * (len(directions) - 1 - r) + _BOTTOM + _NOTE_LINE * lines
+        for (r, c), (title, rows) in places.items():
+            bottom = legend + height * (lines - 1 - r) + _BOTTOM + noted
             rectangle = (
                 (c * cell + _LEFT) / total[0],
                 bottom / total[1],
@@ -166,16 +189,33 @@ def render(spec: FigureSpec) -> tuple[Figure, list[DrawnPanel]]:
             )
             ax = fig.add_axes(rectangle)
             ax.set_gid(f"panel-{len(drawn)}")
-            value = "" if columns[c] is None else f"{short_name(str(spec.layout.panel))} = {columns[c]}, "
-            title = f"{value}{_DIRECTION[directions[r]]}"
             _draw_panel(ax, spec, rows, series[r, c], title)
-            for number, line in enumerate(_wrapped(notes[r, c])):
+            for number, line in enumerate(_wrapped(notes[r, c], cell)):
                 y = (bottom - _BOTTOM - _NOTE_LINE * (number + 0.5)) / total[1]
                 x = (c * cell + _LEFT - 0.2) / total[0]
-                fig.text(x, y, line, size=7.5, color=palette.MUTED, va="center")
+                fig.text(x, y, line, size=8, color=palette.MUTED, va="center")
             drawn.append(DrawnPanel(ax, title, notes[r, c]))
-        _legend(fig, spec, total)
+        _legend(fig, spec, total, legend_columns)
     return fig, drawn
+
+
+def _places(spec: FigureSpec) -> dict[tuple[int, int], tuple[str, pd.DataFrame]]:
+    """The title and rows of the panel in each line and column: a line for each direction, forward first.
+
+    Where there is one panel for each direction, they stand side by side.
+    """
+    values: list[Any] = list(dict.fromkeys(spec.rows[spec.layout.panel])) if spec.layout.panel else [None]
+    if all(isinstance(value, int | float) for value in values):
+        values.sort()
+    places = {}
+    for r, direction in enumerate(derive.directions(spec.rows)):
+        for c, value in enumerate(values):
+            rows = _cell_rows(spec, direction, value)
+            point = f"{short_name(str(spec.layout.panel))} = {value_text(value)}, " if spec.layout.panel else ""
+            if len(rows):
+                place = (r, c) if len(values) > 1 else (0, r)
+                places[place] = f"{point}{_DIRECTION.get(direction, direction)}", rows
+    return places
 
 
 _DIRECTION = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward + backward"}
@@ -248,9 +288,7 @@ def _positions(spec: FigureSpec) -> dict[Any, float]:
 
 def _notes(spec: FigureSpec, panel: Mapping[str, Series]) -> tuple[str, ...]:
     """`fa3: unsupported` for a provider without any number here, else `fa4: timeout at 2048`."""
-    words = {
-        place: f"{value:g}" if isinstance(value, float) else str(value) for value, place in _positions(spec).items()
-    }
+    words = {place: value_text(value) for value, place in _positions(spec).items()}
     notes = []
     for provider, series in panel.items():
         for status in dict.fromkeys(series.missing.values()):
@@ -260,9 +298,10 @@ def _notes(spec: FigureSpec, panel: Mapping[str, Series]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _wrapped(notes: Sequence[str]) -> list[str]:
+def _wrapped(notes: Sequence[str], width: float) -> list[str]:
+    """The lines of the notes below a panel of `width` inches."""
     text = "× " + "; ".join(notes)
-    return textwrap.wrap(text, 60, max_lines=4, placeholder=" …") if notes else []
+    return textwrap.wrap(text, int((width - 0.3) / 0.062), max_lines=4, placeholder=" …") if notes else []
 
 
 def _draw_panel(ax: Axes, spec: FigureSpec, rows: pd.DataFrame, panel: Mapping[str, Series], title: str) -> None:
@@ -372,7 +411,7 @@ def _x_axis(ax: Axes, spec: FigureSpec, positions: Mapping[Any, float]) -> None:
     step = math.ceil(len(values) / 8)
     ax.xaxis.set_major_locator(FixedLocator(values[::step]))
     ax.xaxis.set_minor_locator(NullLocator())
-    texts = ["" if value is None else f"{value:g}" if numeric else str(value) for value in positions][::step]
+    texts = ["" if value is None else value_text(value) for value in positions][::step]
     if not numeric:
         texts = [textwrap.shorten(text, 14, placeholder="…") for text in texts]
     ax.xaxis.set_ticklabels(texts)
@@ -401,15 +440,16 @@ def _draw_roofline(
         return max(top, highest)
     span = f"{lowest:,.0f}" if round(lowest) == round(highest) else f"{lowest:,.0f} to {highest:,.0f}"
     ax.text(
-        0.55,
-        1.0,
+        0.98,
+        0.995,
         f"roofline {'above' if lowest > top * 1.2 else 'leaves the scale'}: {span}",
         transform=ax.transAxes,
         size=7.5,
         color=palette.MUTED,
         va="top",
-        ha="center",
+        ha="right",
         style="italic",
+        bbox={"facecolor": palette.BACKGROUND, "edgecolor": "none", "pad": 1.5},
     )
     return top * 1.12
 
@@ -472,7 +512,7 @@ def spread(heights: Mapping[str, float], gap: float) -> dict[str, float]:
     return result
 
 
-def _legend(fig: Figure, spec: FigureSpec, size: tuple[float, float]) -> None:
+def _legend(fig: Figure, spec: FigureSpec, size: tuple[float, float], columns: int) -> None:
     handles = [
         Line2D([], [], color=s.color, marker=s.marker, linestyle=s.line, markersize=4.5, linewidth=1.5, label=name)
         for name, s in spec.styles.items()
@@ -482,9 +522,9 @@ def _legend(fig: Figure, spec: FigureSpec, size: tuple[float, float]) -> None:
         handles=handles,
         loc="lower left",
         bbox_to_anchor=(_LEFT / size[0] - 0.01, 0.02 / size[1]),
-        ncols=max(2, min(len(handles), int(size[0] / 1.25))),
+        ncols=columns,
         frameon=False,
-        fontsize=7.5,
+        fontsize=8.5,
         columnspacing=1.2,
         handletextpad=0.5,
     )
@@ -499,5 +539,5 @@ def _chart(spec: FigureSpec, text: str, fig: Figure, drawn: Sequence[DrawnPanel]
         boxes.append((left, top, _cell_width(spec) * 72, (_TOP + _PLOT + _BOTTOM) * 72))
     svgs = svg.split_panels(text, boxes, [f"{spec.title}: {panel.title}" for panel in drawn])
     panels = tuple(Panel(panel.title, drawing, panel.notes) for panel, drawing in zip(drawn, svgs, strict=True))
-    columns = spec.rows[spec.layout.panel].nunique() if spec.layout.panel else 1
+    columns = max(column for _, column in _places(spec)) + 1
     return Chart(spec.metric, spec.stem, spec.title, spec.subtitle, panels, columns)

@@ -14,7 +14,7 @@ from jfabench.reports import derive, palette
 from jfabench.reports.load import Results
 
 MAX_FIGURES = 3
-"""Figures per metric at most: a report with more is not read. What was left out is said."""
+"""Figures per metric and grid at most: a report with more is not read. What was left out is said."""
 
 CPU_NOTE = "CPU - not a performance result"
 _MAX_PANELS = 6
@@ -52,6 +52,11 @@ def filled(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with `none` where a parameter has no value, so that it can be an axis like any other."""
     blank = [name for name in derive.param_columns(rows) if rows[name].isna().any()]
     return rows.assign(**{name: rows[name].astype(object).where(rows[name].notna(), "none") for name in blank})
+
+
+def value_text(value: Any) -> str:
+    """A parameter's value for people: integers in full, other numbers without trailing zeros."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def is_numeric(values: pd.Series[Any]) -> bool:
@@ -98,49 +103,106 @@ class FigureSpec:
     on_cpu: bool
 
 
+@dataclass(frozen=True)
+class Grid:
+    """One grid of a report: what tells it from the others (nothing, if it is the only one), and how it is drawn."""
+
+    point: Mapping[str, Any]
+    rows: pd.DataFrame
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        return point_name(self.point)
+
+
+def grids(results: Results) -> list[Grid]:
+    """The grids of a report, each with axes of its own: lengths of equal and of varying sequences do not share one."""
+    frames = [filled(frame) for frame in results.grids]
+    points = _tell_apart(frames)
+    return [Grid(point, rows, layout(rows, results.axes)) for point, rows in zip(points, frames, strict=True)]
+
+
+def _tell_apart(frames: Sequence[pd.DataFrame]) -> list[dict[str, Any]]:
+    """A parameter that is constant in each grid and another one in each, preferably a word; else a number."""
+    if len(frames) < 2:
+        return [{} for _ in frames]
+    shared = [name for name in derive.param_columns(frames[0]) if all(name in frame for frame in frames)]
+    found = [
+        name
+        for name in ("operator", *shared)
+        if all(frame[name].nunique(dropna=False) == 1 for frame in frames)
+        and len({frame[name].iloc[0] for frame in frames}) == len(frames)
+    ]
+    found.sort(key=lambda name: not isinstance(frames[0][name].iloc[0], str))
+    if not found:
+        return [{"grid": number} for number in range(1, len(frames) + 1)]
+    return [{found[0]: frame[found[0]].iloc[0]} for frame in frames]
+
+
 def figures(results: Results, omitted: list[str]) -> Iterable[FigureSpec]:
     """What to draw, in order; appends to `omitted` what cannot be."""
-    rows = filled(results.rows)
-    metrics = [metric for metric in METRICS if metric.values(rows)["y"].notna().any()]
+    metrics = [metric for metric in METRICS if metric.values(results.rows)["y"].notna().any()]
     if not metrics:
         omitted.append("No case has a number, so there is nothing to draw.")
         return
-    plan = layout(rows, results.axes)
-    shapes = rows.drop_duplicates("shape")
-    groups = list(shapes.groupby(list(plan.figures), sort=False, dropna=False)) if plan.figures else [((), shapes)]
+    found = grids(results)
+    groups = {number: _groups(grid, omitted) for number, grid in enumerate(found)}
+    for metric in metrics:
+        for number, grid in enumerate(found):
+            for point, rows in groups[number]:
+                title = ", ".join([metric.title, *([point_name(point)] if point else [])])
+                if metric.values(rows)["y"].isna().all():
+                    omitted.append(f"{title}: no case has a number.")
+                else:
+                    yield _spec(results, metric, grid, point, rows, title)
+
+
+def _groups(grid: Grid, omitted: list[str]) -> list[tuple[dict[str, Any], pd.DataFrame]]:
+    """What is common to each figure of a grid, and its rows."""
+    names = list(grid.layout.figures)
+    if not names:
+        return [(dict(grid.point), grid.rows)]
+    shapes = grid.rows.drop_duplicates("shape")
+    groups = list(shapes.groupby(names, sort=False, dropna=False))
     if len(groups) > MAX_FIGURES:
         omitted.append(
             f"Drawn are the first {MAX_FIGURES} of {len(groups)} combinations of "
-            f"{', '.join(map(short_name, plan.figures))}; the table below has all."
+            f"{', '.join(map(short_name, names))}{' for ' * bool(grid.name)}{grid.name}; the table below has all."
         )
+    return [
+        ({**grid.point, **dict(zip(names, values, strict=True))}, grid.rows[grid.rows["shape"].isin(group["shape"])])
+        for values, group in groups[:MAX_FIGURES]
+    ]
+
+
+def _spec(
+    results: Results, metric: Metric, grid: Grid, point: Mapping[str, Any], rows: pd.DataFrame, title: str
+) -> FigureSpec:
     styles = provider_styles(results)
-    order = [name for name in styles if name in set(rows["provider"])]
-    roofline = results.ceilings.source if results.ceilings and rows["roofline_s"].notna().any() else None
-    for metric in metrics:
-        for values, group in groups[:MAX_FIGURES]:
-            mine = rows[rows["shape"].isin(group["shape"])]
-            point = dict(zip(plan.figures, values, strict=True))
-            title = ", ".join([metric.title, *(f"{short_name(k)} = {v}" for k, v in point.items())])
-            if metric.values(mine)["y"].isna().all():
-                omitted.append(f"{title}: no case has a number.")
-                continue
-            yield FigureSpec(
-                metric,
-                _stem(metric, point),
-                title,
-                _subtitle(results, mine, plan),
-                mine,
-                plan,
-                {name: styles[name] for name in order},
-                results.baseline,
-                roofline,
-                results.on_cpu,
-            )
+    present = set(grid.rows["provider"])
+    return FigureSpec(
+        metric,
+        _stem(metric, point),
+        title,
+        _subtitle(results, rows, grid.layout),
+        rows,
+        grid.layout,
+        {name: style for name, style in styles.items() if name in present},
+        results.baseline,
+        results.ceilings.source if results.ceilings and grid.rows["roofline_s"].notna().any() else None,
+        results.on_cpu,
+    )
+
+
+def point_name(point: Mapping[str, Any]) -> str:
+    """`M = 256, fill = 0.5`."""
+    return ", ".join(f"{short_name(name)} = {value_text(value)}" for name, value in point.items())
 
 
 def _stem(metric: Metric, point: Mapping[str, Any]) -> str:
     """`speed-M_256`: a file's name that every system accepts."""
-    words = [metric.name, *(f"{short_name(name)}_{value}" for name, value in point.items())]
+    words = [metric.name, *(f"{short_name(name)}_{value_text(value)}" for name, value in point.items())]
     return "-".join(re.sub(r"[^\w.-]+", "_", word) for word in words)
 
 
@@ -159,6 +221,7 @@ _SHORT = {
     "lengths.max_len": "N",
     "lengths.length": "N",
     "lengths.fill": "fill",
+    "lengths.kind": "lengths",
 }
 _LONG = {
     "lengths.max_len": "longest sequence N (keys)",

@@ -12,7 +12,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from jfabench.folder import ResultFolder
+from jfabench.folder import ResultFolder, write_json, write_whole
 from jfabench.records import STATUSES
 from jfabench.reports import charts, derive, figures, palette
 from jfabench.reports.load import Results, load, not_ok, write_table
@@ -44,17 +44,19 @@ MODES = {
 
 
 def build(folders: ResultFolder | Sequence[ResultFolder], target: ResultFolder | None = None) -> Results:
-    """Writes `results.csv`, `charts/` and `report.html` into `target` (default: the first folder), atomically each.
+    """Writes `results.csv`, `environment.json`, `charts/` and `report.html` into `target` (default: the first folder).
 
-    Several folders are merged; the last record of a case counts. Raises what `load` raises, and `OSError`.
+    Each file replaces an old one at once, so that a reader, or a build that is killed, never leaves half of one; the
+    page comes last and needs none of the others. Several folders are merged; the last record of a case counts. Raises
+    what `load` raises, and `OSError`.
     """
     results = load([folders] if isinstance(folders, ResultFolder) else folders, target)
     write_table(results)
+    environments = [{**environment, "records": count} for environment, count in results.environments]
+    write_json(results.target.environment, environments)
     drawn = charts.draw(results)
     page = render(results, drawn)
-    part = results.target.report.with_suffix(".html.part")
-    part.write_text(page, encoding="utf-8")
-    part.replace(results.target.report)
+    write_whole(results.target.report, page.encode())
     return results
 
 
@@ -68,7 +70,7 @@ def render(results: Results, drawn: charts.Charts) -> str:
     )
     environment.filters.update(number=_number, percent=_percent, short=figures.short_name)
     rows = results.rows
-    plan = figures.layout(figures.filled(rows), results.axes)
+    grids = figures.grids(results)
     failed, neutral = not_ok(results)
     return environment.get_template("report.html").render(
         results=results,
@@ -77,14 +79,12 @@ def render(results: Results, drawn: charts.Charts) -> str:
         title=results.manifest.config if results.manifest else results.folders[0].root.name,
         counts=_counts(rows),
         providers=_legend(results),
-        headline=_headline(results),
-        slices=_slices(results, plan.panel),
-        slice_name=plan.panel,
+        means=[_means(grid) for grid in grids],
         metrics=_by_metric(drawn),
         omitted=drawn.omitted,
         failures=_groups(failed),
         unsupported=_groups(neutral),
-        table=table_data(results, plan),
+        table=table_data(results, [grid.layout for grid in grids]),
         environment=_environment_tables(results.environments),
         modes={
             mode: MODES.get(mode, "a mode that this version does not know.") for mode in rows["mode"].unique() if mode
@@ -184,31 +184,37 @@ def _legend(results: Results) -> list[LegendEntry]:
 
 
 @dataclass(frozen=True)
-class Headline:
-    """The table of geometric means: `cells[provider][direction]` is a row of `derive.summary`, or missing."""
+class Means:
+    """The geometric means of one grid: over all of it, and for each value of the parameter that makes panels.
 
+    `cells[provider][direction]` and `slices[provider][direction, value]` are rows of `derive.summary`, or missing.
+    `columns` are the slices' (direction, value), forward first; none if there is no such parameter or no speedup.
+    """
+
+    name: str
     directions: list[str]
-    providers: list[str]
     cells: dict[str, dict[str, dict[str, Any]]]
+    panel: str | None
+    columns: list[tuple[str, Any]]
+    slices: dict[str, dict[tuple[str, Any], dict[str, Any]]]
 
 
-def _headline(results: Results) -> Headline:
-    summary = derive.summary(results.rows)
+def _means(grid: figures.Grid) -> Means:
     cells: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in summary.to_dict("records"):
-        cells.setdefault(str(row["provider"]), {})[str(row["direction"])] = {str(k): v for k, v in row.items()}
-    return Headline([str(d) for d in summary["direction"].unique()], list(cells), cells)
+    for row in _summary_rows(grid.rows, []):
+        cells.setdefault(str(row["provider"]), {})[str(row["direction"])] = row
+    panel = None if grid.rows["speedup"].isna().all() else grid.layout.panel
+    slices: dict[str, dict[tuple[str, Any], dict[str, Any]]] = {}
+    columns: dict[tuple[str, Any], None] = {}
+    for row in _summary_rows(grid.rows, [panel]) if panel else []:
+        place = str(row["direction"]), row[str(panel)]
+        columns[place] = None
+        slices.setdefault(str(row["provider"]), {})[place] = row
+    return Means(grid.name, derive.directions(grid.rows), cells, panel, list(columns), slices)
 
 
-def _slices(results: Results, panel: str | None) -> dict[str, Any] | None:
-    """Mean speedups for each value of the panel parameter: columns (direction, value), rows providers."""
-    if panel is None or results.rows["speedup"].isna().all():
-        return None
-    summary = derive.summary(figures.filled(results.rows), [panel])
-    columns = list(dict.fromkeys(zip(summary["direction"], summary[panel], strict=True)))
-    columns.sort(key=lambda column: list(summary["direction"]).index(column[0]))
-    cells = {(str(row["provider"]), row["direction"], row[panel]): row for row in summary.to_dict("records")}
-    return {"columns": columns, "providers": list(summary["provider"].unique()), "cells": cells}
+def _summary_rows(rows: pd.DataFrame, by: Sequence[str]) -> list[dict[str, Any]]:
+    return [{str(key): value for key, value in row.items()} for row in derive.summary(rows, by).to_dict("records")]
 
 
 def _by_metric(drawn: charts.Charts) -> dict[str, list[charts.Chart]]:
@@ -255,23 +261,33 @@ def _environment_tables(environments: Sequence[tuple[Mapping[str, Any], int]]) -
 # The table's data ----------------------------------------------------------------------------------------------------
 
 
-def table_data(results: Results, plan: figures.Layout) -> dict[str, Any]:
+def table_data(results: Results, layouts: Sequence[figures.Layout]) -> dict[str, Any]:
     """The results table as compact JSON: one array per column, words stored once, numbers with five digits."""
-    rows = figures.filled(results.rows)
-    axes = [name for name in [*plan.figures, plan.panel, plan.x] if name]
+    rows = results.rows
+    axes = dict.fromkeys(name for plan in layouts for name in (*plan.figures, plan.panel, plan.x) if name)
     columns = [_words("case", "case", rows["label"])] if not axes else []
-    for name in axes:
-        values = rows[name]
-        numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        make = _numbers if numeric else _words
-        columns.append(make(name, figures.short_name(name), values) | {"title": name})
+    for names in _columns_of_axes(rows, list(axes)):
+        values = rows[names[0]]
+        for name in names[1:]:
+            values = values.where(values.notna(), rows[name])
+        numeric = figures.is_numeric(values.dropna()) and values.notna().any()
+        column = (
+            _numbers(names[0], figures.short_name(names[0]), values)
+            if numeric
+            else _words(names[0], figures.short_name(names[0]), values.astype(object).where(values.notna(), "none"))
+        )
+        columns.append(column | {"title": ", ".join(names)})
     columns += [
-        _words("provider", "provider", rows["provider"]),
-        _words("direction", "direction", rows["direction"]),
+        _words("provider", "provider", rows["provider"], list(figures.provider_styles(results))),
+        _words("direction", "direction", rows["direction"], derive.directions(rows)),
         _words("status", "status", rows["status"]),
         _numbers("median", "median", rows["median_s"], "time"),
         _numbers("spread", "± 95%", (rows["high_s"] - rows["low_s"]) / 2 / rows["median_s"], "percent"),
     ]
+    if rows["span_s"].notna().any():
+        columns.append(_numbers("span", "span", rows["span_s"], "time"))
+    if rows["kernels_per_call"].notna().any():
+        columns.append(_numbers("kernels", "kernels per call", rows["kernels_per_call"], "decimal"))
     giga = not rows["tflops"].max() >= 1
     columns.append(
         _numbers("speed", "GFLOP/s" if giga else "TFLOP/s", rows["tflops"] * (1e3 if giga else 1), "decimal")
@@ -303,13 +319,30 @@ def table_data(results: Results, plan: figures.Layout) -> dict[str, Any]:
     }
 
 
-def _words(key: str, label: str, values: pd.Series[Any]) -> dict[str, Any]:
-    return {"key": key, "label": label, "kind": "text", **_coded(values)}
+def _columns_of_axes(rows: pd.DataFrame, axes: Sequence[str]) -> list[list[str]]:
+    """The axes of each column: two grids may have the same quantity, such as N, under different names."""
+    columns: list[list[str]] = []
+    for name in axes:
+        for column in columns:
+            alike = figures.short_name(column[0]) == figures.short_name(name)
+            if alike and not any((rows[other].notna() & rows[name].notna()).any() for other in column):
+                column.append(name)
+                break
+        else:
+            columns.append([name])
+    return columns
 
 
-def _coded(values: pd.Series[Any]) -> dict[str, Any]:
-    codes, words = pd.factorize(values.astype(str))
-    return {"words": [str(word) for word in words], "codes": codes.tolist()}
+def _words(key: str, label: str, values: pd.Series[Any], order: Sequence[str] = ()) -> dict[str, Any]:
+    return {"key": key, "label": label, "kind": "text", **_coded(values, order)}
+
+
+def _coded(values: pd.Series[Any], order: Sequence[str] = ()) -> dict[str, Any]:
+    """Each word once, and for each row the place of its word. `order` is that of the words known beforehand."""
+    texts = values.astype(str)
+    present = dict.fromkeys(texts)
+    words = [*(word for word in order if word in present), *(word for word in present if word not in order)]
+    return {"words": words, "codes": texts.map({word: code for code, word in enumerate(words)}).tolist()}
 
 
 def _numbers(key: str, label: str, values: pd.Series[Any], kind: str = "number") -> dict[str, Any]:

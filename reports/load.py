@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from jfabench.folder import Ceilings, Manifest, ResultFolder
+from jfabench.folder import Ceilings, Manifest, ResultFolder, write_whole
 from jfabench.records import NEUTRAL_STATUSES, Record, read_records
 from jfabench.reports import derive
 
@@ -46,7 +47,7 @@ class Results:
 
     @property
     def axes(self) -> list[str]:
-        """The parameters that the grid varies, slowest first; without a manifest, whatever does vary."""
+        """The parameters that the grids vary, slowest first; without a manifest, whatever does vary."""
         params = derive.param_columns(self.rows)
         varying = [name for name in params if self.rows[name].nunique(dropna=False) > 1]
         if self.manifest is None:
@@ -54,33 +55,60 @@ class Results:
         named = [p for axis in self.manifest.axes for p in params if p == axis or p.startswith(f"{axis}.")]
         return list(dict.fromkeys(named))
 
+    @cached_property
+    def grids(self) -> list[pd.DataFrame]:
+        """The rows of each grid: those of one operator whose parameters have the same names, without other columns."""
+        case_of = {r.case.shape_key: r.case for r in self.records}
+        grid_of = {key: (case.operator, frozenset(derive.flatten(case.params))) for key, case in case_of.items()}
+        places: dict[tuple[str, frozenset[str]], list[int]] = {}
+        for row, record in enumerate(self.records):
+            places.setdefault(grid_of[record.case.shape_key], []).append(row)
+        params = derive.param_columns(self.rows)
+        return [
+            self.rows.iloc[at].drop(columns=[name for name in params if name not in names])
+            for (_, names), at in places.items()
+        ]
+
 
 def load(folders: Sequence[ResultFolder], target: ResultFolder | None = None) -> Results:
     """Reads and merges folders; where a case occurs in several, the record of the last folder counts.
 
-    Raises `FileNotFoundError` where none of them holds a `records.jsonl`, `ValueError` for a file of a newer schema or
-    a damaged `run.json` or `ceilings.json`.
+    Raises `FileNotFoundError` where none of them holds a `records.jsonl`, and `ValueError`, which names the file, where
+    one is of a newer schema, or `run.json` or `ceilings.json` is damaged or somebody else's.
     """
-    merged: dict[str, Record] = {}
+    merged: dict[str, tuple[Record, float]] = {}
     bad: list[tuple[str, int, str]] = []
     warnings: list[str] = []
     found = [folder for folder in folders if folder.records.exists()]
     if not found:
         names = ", ".join(str(folder.root) for folder in folders)
         raise FileNotFoundError(f"{names}: no records.jsonl; name a folder that `python -m jfabench sweep` wrote")
-    for folder in found:
-        file = read_records(folder.records)
+    manifests = [folder.read_manifest() for folder in found]
+    for folder, run in zip(found, manifests, strict=True):
+        try:
+            file = read_records(folder.records)
+        except ValueError as error:
+            raise ValueError(f"{folder.records}: {error}") from None
+        again = [(merged[r.case.key][0], r) for r in file.records if r.case.key in merged]
+        if again:
+            elsewhere = {derive.gpu_name(was.env) for was, _ in again} - {derive.gpu_name(now.env) for _, now in again}
+            if elsewhere:
+                raise ValueError(
+                    f"{folder.root}: repeats cases that another folder has from {', '.join(sorted(elsewhere))}; "
+                    "results of different devices cannot be merged into one table: report each by itself"
+                )
+            warnings.append(f"{folder.root.name} repeats {len(again)} cases of another folder: the later ones count.")
         for record in file.records:
             merged.pop(record.case.key, None)
-            merged[record.case.key] = record
+            merged[record.case.key] = record, _target(folder, run)
         bad += [(str(folder.records), line, why) for line, why in file.bad_lines]
-        warnings += _unfinished(folder, len(file.records), len(found) > 1)
-    records = tuple(merged.values())
-    manifest = _merged_manifest([m for folder in found if (m := folder.read_manifest())])
+        warnings += _unfinished(folder, run, len(file.records), len(found) > 1)
+    records = tuple(record for record, _ in merged.values())
+    manifest = _merged_manifest([run for run in manifests if run])
     baseline = manifest.baseline if manifest else None
     all_ceilings = [c for folder in found if (c := folder.read_ceilings())]
     ceilings = all_ceilings[0] if all_ceilings else None
-    rows = derive.table(records, ceilings, baseline)
+    rows = derive.table(records, ceilings, baseline, [target for _, target in merged.values()])
     environments = tuple(derive.environments(records))
     results = Results(
         tuple(found), target or found[0], records, manifest, ceilings, baseline, rows, environments, (), tuple(bad)
@@ -100,11 +128,14 @@ def _merged_manifest(manifests: Sequence[Manifest]) -> Manifest | None:
     return replace(manifests[0], axes=tuple(axes), providers=ordered, baseline=baseline)
 
 
-def _unfinished(folder: ResultFolder, records: int, several: bool) -> list[str]:
-    try:
-        manifest = folder.read_manifest()
-    except TypeError as error:
-        raise ValueError(f"{folder.manifest} is not a run of this version ({error}); move it away") from None
+def _target(folder: ResultFolder, manifest: Manifest | None) -> float:
+    target = manifest.policy.get("target", derive.DEFAULT_TARGET) if manifest else derive.DEFAULT_TARGET
+    if not isinstance(target, int | float):
+        raise ValueError(f"{folder.manifest}: policy.target is not a number; restore the file, or move it away")
+    return target
+
+
+def _unfinished(folder: ResultFolder, manifest: Manifest | None, records: int, several: bool) -> list[str]:
     if manifest is None:
         return [
             f"{folder.root.name}: no run.json here, so it is not known which grid was asked for, nor if it is complete."
@@ -144,7 +175,8 @@ def _doubts(results: Results, all_ceilings: Sequence[Ceilings]) -> list[str]:
         if count := sum(flag in words for words in flags):
             doubts.append(f"{count:,} of {len(ok):,} measured cases {text}")
     if len(ok) and results.baseline is not None:
-        for direction, group in rows.groupby("direction", sort=False):
+        for direction in derive.directions(rows):
+            group = rows[rows["direction"] == direction]
             base = group[(group["provider"] == results.baseline) & (group["status"] == "ok")]
             if base.empty:
                 doubts.append(
@@ -160,8 +192,11 @@ def _doubts(results: Results, all_ceilings: Sequence[Ceilings]) -> list[str]:
 
 _FLAG_TEXTS = {
     "throttled": "ran while the GPU was throttled (flag throttled): they may be too slow.",
-    "imprecise": "ended at a cap before the wanted precision was reached (flag imprecise).",
+    "imprecise": "have an interval wider than what was asked for (flag imprecise).",
     "single-round": "have a single round: their interval cannot show drift (flag single-round).",
+    "not-interleaved": "were not measured in turns with the baseline: a drift of the clocks between the two is part of "
+    "their speedup (flag not-interleaved).",
+    "gaps": "let the GPU idle between their kernels, which their time does not hold (flag gaps; column span does).",
     "unchecked": "were not checked against the oracle (flag unchecked).",
     "partly-checked": "have results that were not checked, though other providers' were (flag partly-checked).",
     "above-roofline": "are faster than the ceilings allow: one of the two is wrong (flag above-roofline).",
@@ -179,11 +214,9 @@ def _differing(environments: Sequence[tuple[Mapping[str, Any], int]]) -> list[st
 
 
 def write_table(results: Results) -> Path:
-    """Writes `results.csv`: all columns of all rows, floats with 10 significant digits."""
-    path = results.target.table
-    path.parent.mkdir(parents=True, exist_ok=True)
-    results.rows.to_csv(path, index=False, float_format="%.10g")
-    return path
+    """Writes `results.csv`, whole or not at all: all columns of all rows, floats with 10 significant digits."""
+    write_whole(results.target.table, results.rows.to_csv(index=False, float_format="%.10g").encode())
+    return results.target.table
 
 
 def not_ok(results: Results) -> tuple[pd.DataFrame, pd.DataFrame]:

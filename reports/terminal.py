@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -12,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jfabench.reports import derive
-from jfabench.reports.figures import CPU_NOTE, speed_unit
+from jfabench.reports.figures import CPU_NOTE, provider_styles, speed_unit
 from jfabench.reports.load import Results
 
 # Short enough for a column; the report spells them out.
@@ -29,7 +31,7 @@ def show(results: Results, console: Console | None = None) -> None:
     if results.rows.empty:
         console.print("There is no record yet.")
     else:
-        console.print(render(results.rows, console.width))
+        console.print(render(results.rows, console.width, list(provider_styles(results))))
     if results.baseline is not None:
         for line in _means(results.rows, results.baseline):
             console.print(line, markup=False, highlight=False)
@@ -37,16 +39,17 @@ def show(results: Results, console: Console | None = None) -> None:
         console.print(Text.assemble(("! ", "yellow"), warning))
 
 
-def render(rows: pd.DataFrame, width: int = 80) -> Table:
+def render(rows: pd.DataFrame, width: int = 80, order: Sequence[str] = ()) -> Table:
     """Speed in TFLOP/s (GFLOP/s on slow machines), the best of each shape and direction in bold.
 
     A case without a number shows its status. Columns are provider and direction; where that does not fit `width`,
-    directions go below each other, and then providers, too. `rows` holds at least one.
+    directions go below each other, and then providers, too: forward first, providers in `order`. `rows` holds at least
+    one.
     """
     factor, unit = speed_unit(rows)
-    common, labels = _labels(rows)
-    left_out = len(labels) - MAX_CASES
-    labels = dict(list(labels.items())[:MAX_CASES])
+    common, heads, cases = _cases(rows)
+    left_out = len(cases) - MAX_CASES
+    cases = dict(list(cases.items())[:MAX_CASES])
     best = _best(rows)
     cells = {}
     for shape, direction, provider, status, speed in zip(
@@ -57,15 +60,19 @@ def render(rows: pd.DataFrame, width: int = 80) -> Table:
     on_cpu = any(str(name).startswith(derive.CPU) for name in rows["gpu"].unique())
     title = ", ".join([unit, *([common] if common else []), *([CPU_NOTE] if on_cpu else [])])
 
-    providers, directions = list(rows["provider"].unique()), list(rows["direction"].unique())
+    found, directions = list(rows["provider"].unique()), derive.directions(rows)
+    providers = [*(name for name in order if name in found), *(name for name in found if name not in order)]
     layouts = (
         ([[(d, p) for d in directions for p in providers]], True),
         ([[(d, p) for p in providers] for d in directions], len(directions) == 1),
         ([[(d, p)] for d in directions for p in providers], False),
     )
-    for number, (groups, beside) in enumerate(layouts):
-        table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, title_justify="left")
-        table.add_column("case", no_wrap=True)
+    for (number, (groups, beside)), padding in itertools.product(enumerate(layouts), (2, 1)):
+        table = Table(
+            title=title, box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0), pad_edge=False, title_justify="left"
+        )
+        for head in heads:
+            table.add_column(escape(head), justify="left" if head == "case" else "right", no_wrap=True)
         if number > 0:
             table.add_column("", no_wrap=True)
         for direction, provider in groups[0]:
@@ -73,8 +80,8 @@ def render(rows: pd.DataFrame, width: int = 80) -> Table:
             table.add_column("" if number == 2 else escape(_folded(words)), justify="right", no_wrap=True)
         for group in groups:
             direction, provider = group[0]
-            for shape, label in labels.items():
-                line: list[Any] = [Text(label)]
+            for shape, case in cases.items():
+                line: list[Any] = [Text(word) for word in case]
                 if number > 0:
                     line.append(Text(direction if number == 1 else f"{direction} {provider}"))
                 table.add_row(*line, *(cells.get((shape, *place), Text("-", "dim")) for place in group))
@@ -87,8 +94,11 @@ def render(rows: pd.DataFrame, width: int = 80) -> Table:
     return table
 
 
-def _labels(rows: pd.DataFrame) -> tuple[str, dict[Any, str]]:
-    """What all labels have in common, and the rest of each shape's label."""
+def _cases(rows: pd.DataFrame) -> tuple[str, list[str], dict[Any, list[str]]]:
+    """What all labels have in common, the headings of the columns that name a shape, and each shape's words there.
+
+    Labels of the form `N=512 fill=0.1` get a column for each quantity, others a column of their own.
+    """
     shapes = rows.drop_duplicates("shape")
     seeds = shapes["seed"].nunique() > 1
     words = [
@@ -96,8 +106,14 @@ def _labels(rows: pd.DataFrame) -> tuple[str, dict[Any, str]]:
         for label, seed in zip(shapes["label"], shapes["seed"], strict=True)
     ]
     common = [word for word in words[0] if all(word in other for other in words)] if len(words) > 1 else []
-    rest = [" ".join(word for word in label if word not in common) for label in words]
-    return " ".join(common), dict(zip(shapes["shape"], rest, strict=True))
+    rest = [[word for word in label if word not in common] for label in words]
+    pairs = [dict(word.split("=", 1) for word in label if "=" in word) for label in rest]
+    heads = list(dict.fromkeys(name for pair in pairs for name in pair))
+    if not heads or any(len(pair) != len(label) for pair, label in zip(pairs, rest, strict=True)):
+        heads, cells = ["case"], [[" ".join(label)] for label in rest]
+    else:
+        cells = [[pair.get(head, "") for head in heads] for pair in pairs]
+    return " ".join(common), heads, dict(zip(shapes["shape"], cells, strict=True))
 
 
 def _folded(name: str) -> str:

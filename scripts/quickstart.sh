@@ -3,7 +3,7 @@
 #
 #   scripts/quickstart.sh [options of `python -m jfabench sweep`]
 
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup.sh"
 
 set_up
 exec "$venv/bin/python" -m jfabench sweep --config jagged.yaml "$@"

@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh [pytest options]
 
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup.sh"
 
 set_up --dev
 cd "$root"

@@ -6,7 +6,7 @@
 
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 venv=$(realpath "${VENV:-$root/.venv}")
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jfabench import check
-from jfabench.check import compare, poisoned_allocations
+from jfabench.check import Rows, Tally, compare, compare_vectors, poisoned_allocations
 from jfabench.records import TensorCheck
 
 
@@ -142,6 +143,123 @@ def test_no_relative_norm_of_zeros() -> None:
     assert noisy.passed
     assert noisy.rel_norm is None
     assert "all zeros" in noisy.detail
+
+
+# By class -------------------------------------------------------------------------------------------------------------
+
+LENGTHS = np.repeat([3, 50, 1000], [3, 50, 1000])
+
+
+def rows() -> Rows:
+    return Rows(torch.from_numpy(check.length_classes(LENGTHS)))
+
+
+def vectors(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """`[1053, 4, 16]`, of a size that falls with the length of the sequence."""
+    noise = torch.randn(len(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (noise / torch.from_numpy(LENGTHS)[:, None, None]).to(dtype)
+
+
+def judge(got: torch.Tensor, right: torch.Tensor) -> TensorCheck:
+    tally = Tally(right.device)
+    tally.add(right.bfloat16(), right, rows())
+    limits = check.limits(tally.host(), torch.bfloat16)
+    return compare_vectors("dv", got, right, dtype=torch.bfloat16, rows=rows(), limits=limits)
+
+
+@given(st.integers(1, 2**31))
+def test_length_classes(n: int) -> None:
+    (found,) = check.length_classes(np.array([n]))
+    assert 2.0 ** (found - 1) < n <= 2.0**found or n == 1
+    assert check.length_classes(np.array([0])) == 0
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tally_counts_errors_by_length_and_by_size(dtype: torch.dtype) -> None:
+    right = vectors(dtype)
+    right[7, 2] = 0
+    got = right.bfloat16()
+    weight = torch.linspace(0, 1, len(LENGTHS))
+    tally = Tally(right.device)
+    tally.add(got, right, Rows(rows().length_class, weight, vanishing=2.0**-16))
+    found = tally.host()
+    error = (got.double() - right.double()).abs()
+    for column, length in ((2, 3), (6, 50), (10, 1000)):
+        chosen = torch.from_numpy(length == LENGTHS)
+        assert found["error"][column] == pytest.approx(float(error[chosen].max()))
+        assert found["squared errors"][column] == pytest.approx(float(error[chosen].square().sum()))
+        assert found["value"][column] == pytest.approx(float(right[chosen].abs().max()))
+        assert found["weight"][column] == pytest.approx(4 * float(weight[chosen].sum()), rel=1e-5)
+        assert found["vanishing"][column] == (16 if length == 50 else 0)
+    size = right.abs().amax(-1)
+    for power in range(-12, 2):
+        chosen = (size >= 2.0 ** (power - 1)) & (size < 2.0**power)
+        column = check.COLUMNS + power - check.LOWEST_SIZE
+        assert found["values"][column] == 16 * int(chosen.sum())
+        assert found["squared errors"][column] == pytest.approx(float(error[chosen].square().sum()))
+    assert found["values"][check.COLUMNS] == 16  # the vector of zeros
+    for half in (slice(check.COLUMNS), slice(check.COLUMNS, None)):
+        assert found["values"][half].sum() == right.numel()
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_what_is_right_in_the_input_dtype_passes() -> None:
+    right = vectors()
+    result = judge(right.bfloat16(), right)
+    error = (right.bfloat16().double() - right.double()).abs()
+    assert result.passed
+    assert result.max_abs == pytest.approx(float(error.max()))
+    assert result.baseline == result.max_abs
+    assert 2 * result.baseline < result.limit < 2.5 * result.baseline
+    assert result.rel_norm == pytest.approx(float((right.bfloat16() - right).norm() / right.norm()), rel=1e-4)
+    assert result.detail == ""
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_what_is_wrong_in_one_class_fails_and_is_named() -> None:
+    right = vectors()
+    long = torch.from_numpy(LENGTHS == 1000)
+    got = right.clone()
+    got[long] *= 1.02
+    result = judge(got.bfloat16(), right)
+    assert not result.passed
+    assert result.detail.startswith("keys 513..1024: ")
+    assert result.max_abs is not None
+    assert result.max_abs < result.limit  # as a whole it would pass
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_one_lost_vector_of_many_fails() -> None:
+    right = vectors()
+    got = right.bfloat16()
+    got[900, 3] = 0
+    result = judge(got, right)
+    assert not result.passed
+    assert result.max_abs is not None
+    assert result.max_abs < result.limit
+    assert "exceeds" in result.detail
+
+
+def test_vectors_that_are_no_numbers_or_of_another_kind() -> None:
+    right = vectors()
+    got = right.bfloat16()
+    got[1000, 2, 5] = math.nan
+    result = judge(got, right)
+    assert not result.passed
+    assert result.max_abs is None
+    assert "the first at [1000, 2, 5]" in result.detail
+    assert judge(right, right).detail == "expected torch.bfloat16, got torch.float32"
+    assert judge(right.bfloat16()[:-1], right).detail == "expected shape [1053, 4, 16], got [1052, 4, 16]"
+
+
+def test_light_classes_join_their_neighbours() -> None:
+    weight = np.zeros(2 * check.COLUMNS)
+    weight[[0, 1, 5, 7, 9]] = [3, 500, 300, 200, 100]
+    weight[[check.COLUMNS + 3, check.COLUMNS + 4]] = [10, 20]
+    assert check._judged(weight) == [[9, 7], [5], [1, 0], [check.COLUMNS + 3, check.COLUMNS + 4]]
+    names = [check._class_name(columns) for columns in check._judged(weight)]
+    assert names == ["keys 65..512", "keys 17..32", "keys 0..2", "vectors of size 6.1e-05..0.000244"]
 
 
 @torch.library.custom_op("jfabench_tests::even_rows", mutates_args=())

@@ -96,6 +96,27 @@ def test_an_installed_copy_inside_another_checkout_has_no_commit(checkout, monke
     assert env._checkout() == {"commit": None, "dirty": None}
 
 
+def test_flash_attention_is_found_under_each_of_its_names(monkeypatch, tmp_path):
+    def install(**versions):
+        known = {name.replace("_", "-"): found for name, found in versions.items()}
+
+        def installed(name):
+            if name in known:
+                return known[name]
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(env.metadata, "version", installed)
+        found = env.environment("cpu")
+        return found["flash_attn_4"], found["flash_attn_3"], found["fa3_fwd"]
+
+    assert install() == (None, None, None)
+    assert install(flash_attn_4="4.0.0b36", fa3_fwd="0.0.3") == ("4.0.0b36", None, "0.0.3")
+    assert install(fa4="4.0.0", flash_attn_3="3.0.0") == ("4.0.0", "3.0.0", None)
+    (tmp_path / "flash_attn_interface.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert install() == (None, "unversioned", None)
+
+
 H200 = {"gpu": "NVIDIA H200", "sm_count": 132, "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "python": "3.12.1"}
 
 
@@ -170,6 +191,9 @@ class FakeNvml:
             SimpleNamespace(nvmlReturn=0 if field in known else 3, value=SimpleNamespace(ullVal=known.get(field, 9)))
             for field in fields
         ]
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle):  # noqa: N802
+        return ([9, 0], [10, 0])[handle]
 
 
 @pytest.fixture
@@ -263,3 +287,24 @@ def test_throttling_between_two_readings_shows_in_the_counters(slowed, expected)
     before = {**READING, "slowed_s": {"sw_power_cap": 7.0}}
     after = {**READING, "slowed_s": {"sw_power_cap": 7.0 + slowed, "hw_thermal_slowdown": 5.0}, "at_s": 110.0}
     assert env.throttled(before, after) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, (9, 0)), ("1,0", (10, 0)), ("GPU-bbbb", (10, 0)), ("7", None)]
+)
+def test_compute_capability_of_the_first_visible_gpu(nvml, monkeypatch, visible, expected):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert env.compute_capability() == expected
+    assert nvml.open == 0
+
+
+def test_compute_capability_of_the_device_that_torch_uses(nvml, monkeypatch):
+    cuda = SimpleNamespace(is_initialized=lambda: True, get_device_capability=lambda: (12, 0))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert env.compute_capability() == (12, 0)
+
+
+def test_no_compute_capability_without_nvml(nvml, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert env.compute_capability() is None

@@ -64,6 +64,8 @@ def by_provider(out: Path) -> dict[str, Record]:
 def test_every_kind_of_fault_is_recorded_and_the_rest_is_measured(config: Path, tmp_path: Path) -> None:
     expected = {
         "raises": ("failed", "planted failure"),
+        "no_call": ("failed", "must return a jfabench.operator.Call"),
+        "leaves_no_grad": ("wrong", "torch's grad mode"),
         "raises_when_asked": ("failed", "planted failure"),
         "memo": ("wrong", "NaN"),
         "accumulates": ("wrong", "out: "),

@@ -31,15 +31,17 @@ GPU_LIBRARIES = {"torch", "triton"}
 # Everything that is not named here belongs to the harness, which may use all but what `FORBIDDEN` says.
 ALLOWED: dict[str, set[str]] = {
     "jfabench.records": set(),
+    "jfabench.intervals": set(),
     "jfabench.kernels": {"jfabench.kernels"},
     "jfabench.operators": {
         "jfabench.operator",
         "jfabench.records",
         "jfabench.check",
+        "jfabench.env",
         "jfabench.kernels",
         "jfabench.operators",
     },
-    "jfabench.reports": {"jfabench.records", "jfabench.folder", "jfabench.reports"},
+    "jfabench.reports": {"jfabench.records", "jfabench.folder", "jfabench.intervals", "jfabench.reports"},
     "jfabench.sweeps": set(),
 }
 # Who alone may import a module.

@@ -51,6 +51,7 @@ def test_a_torn_tail_is_cut_and_whole_lines_stay(
     lines = "".join(ok(case).to_line() for case in cases[:whole]).encode()
     folder.records.write_bytes(lines + torn)
     with open_log(folder) as log:
+        log.mend()
         log.append(ok(cases[5]))
     assert folder.records.read_bytes() == lines + ok(cases[5]).to_line().encode()
 
@@ -59,9 +60,26 @@ def test_a_torn_tail_longer_than_one_read_is_cut(tmp_path: Path) -> None:
     folder = ResultFolder(tmp_path)
     line = ok(small_sweep().cases[0]).to_line().encode()
     folder.records.write_bytes(line + b"x" * 300_000)
-    with open_log(folder):
-        pass
+    with open_log(folder) as log:
+        log.mend()
     assert folder.records.read_bytes() == line
+
+
+def test_a_whole_line_without_its_newline_is_kept(tmp_path: Path) -> None:
+    folder = ResultFolder(tmp_path)
+    line = ok(small_sweep().cases[0]).to_line().encode()
+    folder.records.write_bytes(line + line[:-1])
+    with open_log(folder) as log:
+        log.mend()
+    assert folder.records.read_bytes() == line + line
+
+
+def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "records.jsonl").write_text("precious, without a newline")
+    with pytest.raises(FolderError, match="exists already"):
+        start(tmp_path, lambda job: map(ok, job.cases))
+    assert (tmp_path / "out" / "records.jsonl").read_text() == "precious, without a newline"
 
 
 # A worker, replaced by a script --------------------------------------------------------------------------------------
@@ -139,6 +157,12 @@ def test_a_child_that_holds_the_pipe_open_does_not_hide_the_crash(tmp_path: Path
     )
     assert outcomes(records) == [("reference", "failed")]
     assert "code 9" in records[0].reason
+
+
+def test_noise_on_the_pipe_and_repeated_records_are_ignored(tmp_path: Path) -> None:
+    noise = "stream.write('garbage\\n[1]\\n{}\\n'); record(0); record(0); record(1); record(2); send(event='done')"
+    records, _ = visit(tmp_path, noise)
+    assert outcomes(records) == [("reference", "ok"), ("sdpa_padded", "ok"), ("triton_jfa", "ok")]
 
 
 def test_a_timeout_counts_from_the_last_event(tmp_path: Path) -> None:
@@ -265,6 +289,28 @@ def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     (tmp_path / "out" / "run.json").write_text("{")
     with pytest.raises(FolderError, match=r"run\.json"):
         start(tmp_path, lambda job: map(ok, job.cases), resume=True)
+
+
+def test_a_later_command_may_add_to_a_folder_but_not_hide_what_is_missing(tmp_path: Path) -> None:
+    start(tmp_path, lambda job: map(ok, job.cases))
+    folder = ResultFolder(tmp_path / "out")
+    lines = folder.records.read_text().splitlines(keepends=True)
+    folder.records.write_text("".join(lines[:2]))
+    fewer = load_sweep("jagged.yaml", "cpu", settings=["lengths.max_len=64", "lengths.fill=0.5"], only=["reference"])
+    run_sweep(
+        fewer,
+        folder,
+        device="cpu",
+        command_line="another",
+        summaries={},
+        listener=Heard(),
+        resume=True,
+        workers=FakeWorkers(lambda job: map(ok, job.cases)),  # type: ignore[arg-type]
+    )
+    manifest = folder.read_manifest()
+    assert manifest is not None
+    assert manifest.cases == 6
+    assert manifest.command == "test"
 
 
 def test_resume_skips_what_is_there_and_needs_to_be_asked_for(tmp_path: Path) -> None:

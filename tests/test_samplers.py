@@ -4,6 +4,7 @@ import statistics
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -367,6 +368,21 @@ def test_the_profiler_sums_what_one_call_launched(gpu, monkeypatch):
 
     assert sampler.sample(call, 2) == pytest.approx([5e-6, 50e-6])
     assert sampler.kernels_per_call == 2
+    assert sampler.last_spans == pytest.approx([5e-6, 50e-6])  # the second is launched before the first one ends
+
+
+def test_spans_hold_the_gaps_between_kernels_and_count_overlapping_ones_once(gpu):
+    sampler = make_sampler("profiler", "cuda")
+    assert sampler.last_spans is None
+    flush = Activity(FLUSH, True, 0, 50, 0)
+    calls = [
+        [Activity("a", True, 100, 10, 0), Activity("b", True, 130, 20, 0)],  # a gap of 20
+        [Activity("a", True, 100, 50, 0), Activity("b", True, 110, 20, 0)],  # the second within the first
+    ]
+    shifted = [replace(a, start=a.start + 1000 * i) for i, own in enumerate(calls) for a in (flush, *own)]
+    sampler.trace = lambda call, iterations: (shifted, [75, 500, 1075, 1500])
+    assert sampler.sample(lambda: None, 2) == pytest.approx([30e-9, 70e-9])
+    assert sampler.last_spans == pytest.approx([50e-9, 50e-9])
 
 
 @pytest.fixture(scope="module")
@@ -385,7 +401,7 @@ def test_the_modes_agree_on_a_long_kernel(cuda):
         sampler = make_sampler(mode, "cuda")
         sampler.sample(lambda: a @ a, 20)
         medians[mode] = statistics.median(sampler.sample(lambda: a @ a, 20))
-        assert (sampler.kernels_per_call is None) == (mode != "profiler")
+        assert (sampler.kernels_per_call is None) == (sampler.last_spans is None) == (mode != "profiler")
     for mode in ("events", "cudagraph"):
         assert medians[mode] == pytest.approx(medians["profiler"], rel=0.15, abs=5e-6)
     assert medians["profiler"] < medians["wall"] < medians["profiler"] + 200e-6

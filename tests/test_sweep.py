@@ -98,6 +98,12 @@ def test_settings_reach_parameters_and_axes(tmp_path: Path, setting: str, dotted
     assert {lookup(case.params, dotted) for case in sweep.cases} == values
 
 
+def test_settings_win_over_the_overrides_of_the_file(tmp_path: Path) -> None:
+    overrides = [{"when": {"lengths.max_len": 64}, "set": {"batch": 2, "heads": 1}}]
+    sweep = load_sweep(changed(tmp_path, overrides=overrides), settings=["batch=3"])
+    assert {(c.params["batch"], c.params["heads"]) for c in sweep.cases} == {(3, 2), (3, 1)}
+
+
 def test_settings_reach_other_fields(tmp_path: Path) -> None:
     sweep = load_sweep(changed(tmp_path), settings=["seed=7", "measure.target=0.05", "directions=[fwd_bwd]"])
     assert {case.seed for case in sweep.cases} == {7}
@@ -199,6 +205,22 @@ def without(*keys: str) -> str:
             broken(params={**BASE["params"], "batch": 10**7}, axes={"lengths.max_len": [10**5], "lengths.fill": [1]}),
             ["impossible inputs"],
         ),
+        (
+            broken(axes={"lengths": [{"kind": "constant", "length": 8}], "lengths.fill": [0.5]}),
+            ["conflicts with the axis"],
+        ),
+        (broken(axes={"seed_": [1]}), ["axes.seed_", "unknown key"]),
+        (broken(axes={"batch": list(range(1, 402)), "heads": list(range(1, 251))}), ["100,250 points"]),
+        (broken(seed=10**30), ["`seed`", "less than"]),
+        (broken(measure={"max_seconds": float("inf")}), ["`measure.max_seconds`", "finite"]),
+        (broken(params={**BASE["params"], "window": [10**20, 3]}), ["too large"]),
+        ("params: &a {lengths: *a}\n", ["nested"]),
+        ("a: " + "[" * 3000, ["nested"]),
+        ("description: 2026-99-99\n", ["not valid YAML", "month"]),
+        (
+            "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)),
+            ["more than 100,000 values"],
+        ),
         (broken(cpu={"provider": ["reference"]}), ["`cpu.provider`", "did you mean `providers`?"]),
         (broken(seed=-1), ["`seed`"]),
     ],
@@ -235,6 +257,8 @@ def test_unknown_names_get_the_nearest_one() -> None:
         load_sweep("jagged.yaml", only=["fa44"])
     with pytest.raises(ConfigError, match=r"--set bach=3: unknown key 'bach'.*`batch`"):
         load_sweep("jagged.yaml", settings=["bach=3"])
+    with pytest.raises(ConfigError, match=r"conflicts with the axis `lengths.fill`"):
+        load_sweep("jagged.yaml", settings=["lengths.fill.x=3"])
     with pytest.raises(ConfigError, match="expected key=value"):
         load_sweep("jagged.yaml", settings=["batch"])
     with pytest.raises(ConfigError, match=r"--set.*measure.target"):

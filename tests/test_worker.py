@@ -42,6 +42,23 @@ def test_a_reason_is_one_short_line_that_says_where() -> None:
     assert len(reason) < 800
 
 
+def test_a_reason_fits_into_any_file() -> None:
+    _, reason = describe_failure(ValueError("bad \ud800 \x1b[31m \x00 end"))
+    reason.encode("utf-8")
+    assert reason.isprintable()
+
+
+def test_settings_that_a_provider_changes_are_put_back_and_named() -> None:
+    import torch
+
+    before = worker._torch_settings()
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    assert worker._restore_torch_settings(before) == "grad mode, default dtype"
+    assert worker._torch_settings() == before
+    assert worker._restore_torch_settings(before) == ""
+
+
 def test_a_job_survives_its_json() -> None:
     job = Job((Case("op", "p", "bwd", {"n": 1}, 3),), "cuda:1", MeasurePolicy(target=0.5), 12.5)  # type: ignore[call-arg]
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job

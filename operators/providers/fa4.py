@@ -11,12 +11,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from jfabench.env import FLASH_4_DISTRIBUTIONS, compute_capability, version
 from jfabench.operator import Call, Unavailable
 from jfabench.operators.providers._autograd import OPERATOR, autograd_call
-from jfabench.operators.providers._machine import compute_capability, installed_version, needs_capability, needs_cuda
+from jfabench.operators.providers._machine import needs_capability, needs_cuda
 from jfabench.records import Direction
-
-DISTRIBUTIONS = ("flash-attn-4", "fa4")
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class FlashAttention4:
     def unavailable(self, device: str) -> Unavailable | None:
         if missing := needs_cuda(device):
             return missing
-        if installed_version(*DISTRIBUTIONS) is None:
+        if version(*FLASH_4_DISTRIBUTIONS) is None:
             return Unavailable("flash-attn-4 is not installed", "pip install --pre 'jfabench[fa4]'")
         return needs_capability(8, 9, 10, 11, 12)
 

@@ -220,3 +220,49 @@ def test_the_harness_finds_it_without_torch() -> None:
     code = "from jfabench.operator import load_operator as l, load_providers as p; import sys;"
     code += "l('jagged_attention'); assert not p('jagged_attention').broken; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Fingerprints ---------------------------------------------------------------------------------------------------------
+
+
+def flip(x: Any, index: tuple[int, ...]) -> None:
+    """Changes the lowest bit of one element."""
+    import torch
+
+    bits = x.view(torch.int16) if x.is_floating_point() else x
+    bits[index] ^= 1
+
+
+@given(name=st.sampled_from(["q", "k", "v", "dout", "q_offsets", "k_offsets"]), data=st.data())
+def test_a_fingerprint_notices_any_bit(name: str, data: st.DataObject) -> None:
+    inputs = OPERATOR.make_inputs(parse(lengths=UNEVEN), 1, "cpu")
+    before = OPERATOR.fingerprint(inputs)
+    assert before == OPERATOR.fingerprint(OPERATOR.make_inputs(parse(lengths=UNEVEN), 1, "cpu"))
+    tensor = getattr(inputs, name)
+    index = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
+    flip(tensor, index)
+    after = OPERATOR.fingerprint(inputs)
+    assert {key for key in before if after[key] != before[key]} == {name}
+    flip(tensor, index)
+    assert OPERATOR.fingerprint(inputs) == before
+
+
+@given(order=st.permutations(range(30)))
+def test_a_fingerprint_notices_moved_rows(order: list[int]) -> None:
+    inputs = OPERATOR.make_inputs(parse(lengths=UNEVEN), 1, "cpu")
+    before = OPERATOR.fingerprint(inputs)
+    assert len(set(before.values())) == 5  # the two offsets are the same
+    inputs.k[:] = inputs.k[order].clone()
+    assert (OPERATOR.fingerprint(inputs)["k"] == before["k"]) == (list(order) == list(range(30)))
+
+
+def test_a_fingerprint_notices_swapped_values_of_one_row() -> None:
+    inputs = OPERATOR.make_inputs(parse(lengths=UNEVEN), 1, "cpu")
+    before = OPERATOR.fingerprint(inputs)
+    inputs.v[4, 1] = inputs.v[4, 1].roll(4).clone()  # whole words of 8 bytes: the sum of the row stays
+    assert OPERATOR.fingerprint(inputs)["v"] != before["v"]
+
+
+def test_fingerprints_of_nothing() -> None:
+    inputs = OPERATOR.make_inputs(parse(batch=3, lengths={"kind": "constant", "length": 0}), 0, "cpu")
+    assert OPERATOR.fingerprint(inputs) == dict.fromkeys(("q", "k", "v", "dout", "q_offsets", "k_offsets"), 0)

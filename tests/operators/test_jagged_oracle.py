@@ -99,42 +99,75 @@ def test_large_groups_are_not_mostly_padding() -> None:
     assert len(groups) <= 24
 
 
-def plain_error(inputs: Any, right: torch.Tensor) -> float:
-    """The error of the eager forward in the input dtype, written independently: P rounded, product, output rounded."""
-    dtype, worst, q_row, k_row = inputs.q.dtype, 0.0, 0, 0
+def plain_errors(inputs: Any, right: Any) -> tuple[float, float]:
+    """The errors of eager `out` and `dv` in the input dtype, written independently: P is rounded, then the product."""
+    dtype, share = inputs.q.dtype, inputs.params.heads // inputs.params.kv_heads
+    worst_out = worst_dv = 0.0
+    q_row = k_row = 0
     for m, n in zip(inputs.q_lengths.tolist(), inputs.k_lengths.tolist(), strict=True):
-        q, k, v = inputs.q[q_row : q_row + m], inputs.k[k_row : k_row + n], inputs.v[k_row : k_row + n]
+        rows, keys = slice(q_row, q_row + m), slice(k_row, k_row + n)
+        q, k, v, dout = inputs.q[rows], inputs.k[keys], inputs.v[keys], inputs.dout[rows]
+        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
         scores = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * inputs.sm_scale
-        rounded = scores.softmax(-1).to(dtype)
-        out = torch.einsum("hij,jhd->ihd", rounded.float(), v.float()).to(dtype)
-        worst = max(worst, float((out.double() - right[q_row : q_row + m]).abs().max()))
+        rounded = scores.softmax(-1).to(dtype).float()
+        out = torch.einsum("hij,jhd->ihd", rounded, v.float()).to(dtype)
+        dv = torch.einsum("hij,ihd->jhd", rounded, dout.float()).unflatten(1, (-1, share)).sum(2).to(dtype)
+        worst_out = max(worst_out, float((out.double() - right["out"][rows]).abs().max()))
+        worst_dv = max(worst_dv, float((dv.double() - right["dv"][keys]).abs().max()))
         q_row, k_row = q_row + m, k_row + n
-    return worst
+    return worst_out, worst_dv
 
 
+@pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_the_baseline_is_the_error_of_the_input_dtype(dtype: str) -> None:
-    inputs = inputs_of({"lengths": {"kind": "list", "values": [40, 64, 7]}, "dtype": dtype})
+def test_the_baseline_is_the_error_of_the_input_dtype(
+    dtype: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grouped heads are summed up before they are rounded, once."""
+    monkeypatch.setitem(jagged_oracle.ROWS_AT_A_TIME, "cpu", 2**31)
+    lengths = {"kind": "list", "values": [40, 64, 7]}
+    inputs = inputs_of({"heads": 4, "kv_heads": kv_heads, "lengths": lengths, "dtype": dtype})
     expected = OPERATOR.oracle(inputs, ["fwd_bwd"])
-    assert expected.baseline["out"] == pytest.approx(plain_error(inputs, expected.tensors["out"]), rel=0.05)
+    baseline = {name: limits[0].baseline for name, limits in expected.limits.items()}
+    out, dv = plain_errors(inputs, expected.tensors)
+    assert baseline["out"] == pytest.approx(out, rel=0.05)
+    assert baseline["dv"] == pytest.approx(dv, rel=0.05)
     unit = {"bf16": 2**-8, "fp16": 2**-11}[dtype]  # half a unit in the last place, relative
     for name in ("out", "dq", "dk", "dv"):
         largest = float(expected.tensors[name].abs().max())
-        assert unit * largest / 4 < expected.baseline[name] < 4 * unit * largest, name
-    assert expected.baseline["lse"] == 0
+        assert unit * largest / 4 < baseline[name] < 4 * unit * largest, name
 
 
-def test_the_floor_allows_for_chance_only_where_rows_are_few() -> None:
-    def floors(params: dict[str, Any]) -> dict[str, float]:
-        return dict(OPERATOR.oracle(inputs_of(params), ["fwd_bwd"]).floor)
+def test_chance_is_allowed_for_only_where_rows_are_few() -> None:
+    def room(params: dict[str, Any]) -> dict[str, float]:
+        limits = OPERATOR.oracle(inputs_of(params), ["fwd_bwd"]).limits
+        return {name: whole[0].max_abs - 2 * whole[0].baseline for name, whole in limits.items()}
 
     unit = 2**-7
-    tiny = floors({"heads": 1, "lengths": {"kind": "list", "values": [4]}, "broadcast_q": True, "q_len": 1})
-    assert tiny["out"] > 16 * unit
-    assert tiny["lse"] == 1e-3
-    many = floors({"lengths": {"kind": "constant", "length": 40}, "batch": 25})
-    assert many["out"] < 0.1 * unit
-    assert many["dk"] < 0.1 * unit
+    tiny = room({"heads": 1, "lengths": {"kind": "list", "values": [4]}, "broadcast_q": True, "q_len": 1})
+    assert tiny["dq"] > 16 * unit
+    many = room({"lengths": {"kind": "constant", "length": 40}, "batch": 50})
+    assert all(value < 0.25 * unit for value in many.values())
+
+
+def test_lse_has_an_absolute_limit() -> None:
+    inputs = inputs_of(CASES["self"])
+    right = OPERATOR.oracle(inputs, ["fwd"]).tensors["lse"].float()
+    expected = OPERATOR.oracle(inputs, ["fwd"])
+    assert expected.check("lse", right + 9e-5).passed
+    assert not expected.check("lse", right + 1.2e-4).passed
+
+
+def test_keys_that_no_query_sees_are_judged() -> None:
+    """Sequences with keys and without queries have gradients of 0, and nothing else."""
+    lengths = {"kind": "list", "values": [5, 300]}
+    queries = {"kind": "list", "values": [40, 0]}
+    expected = OPERATOR.oracle(inputs_of({"lengths": lengths, "q_lengths": queries}), ["bwd"])
+    for name in ("dk", "dv"):
+        result = expected.tensors[name].bfloat16()
+        assert expected.check(name, result).passed
+        result[20:] = 0.1
+        assert not expected.check(name, result).passed
 
 
 def test_matmul_settings_are_restored() -> None:

@@ -104,6 +104,13 @@ def _mutates(inputs: Any, direction: Any) -> Call:
     return Call(run, call.results)
 
 
+def _leaves_no_grad(inputs: Any, direction: Any) -> Call:
+    import torch
+
+    torch.set_grad_enabled(False)
+    return _reference(inputs, direction)
+
+
 def _raise() -> None:
     raise RuntimeError("planted failure")
 
@@ -144,6 +151,8 @@ PROVIDERS = (
     Faulty("memo", _memo),
     Faulty("accumulates", _accumulates),
     Faulty("mutates", _mutates),
+    Faulty("no_call", lambda inputs, direction: None),  # type: ignore[arg-type,return-value]
+    Faulty("leaves_no_grad", _leaves_no_grad),
     Faulty("raises_late", _after_check(_raise)),
     Faulty("wrong", _changed(lambda results: {name: -tensor for name, tensor in results.items()})),
     Faulty("nan", _changed(lambda results: {name: tensor * float("nan") for name, tensor in results.items()})),

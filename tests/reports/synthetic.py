@@ -6,10 +6,12 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jfabench.folder import Ceilings, Manifest, ResultFolder, write_json
+from jfabench.intervals import is_precise
 from jfabench.records import Case, Direction, Measurement, Record, Status, TensorCheck, Work
 
 PEAK_FLOPS, PEAK_BYTES = 800e12, 4.3e12
@@ -123,10 +125,18 @@ def record(
         seconds = max(w.flops / PEAK_FLOPS, w.bytes / PEAK_BYTES) / max(fraction, 0.02)
         samples = []
         for _ in range(rounds):
-            drift = rng.gauss(0, 0.004)
+            drift = rng.gauss(0, 0.0015)
             samples.append(tuple(seconds * (1 + drift + abs(rng.gauss(0, 0.003))) for _ in range(6)))
-        stop = "time" if rng.random() < 0.03 else "precision"
-        measurement = Measurement("profiler", tuple(samples), stop, 5, 0.4, 1 if case.direction == "fwd" else 3)
+        measurement = Measurement(
+            mode="profiler",
+            rounds=tuple(samples),
+            stopped_by="precision" if is_precise(samples, 0.01) else "time",
+            visit=f"visit to N={n} fill={fill} M={p['q_len']} {case.direction} seed={case.seed}",
+            warmup_iterations=5,
+            warmup_seconds=0.4,
+            kernels_per_call=1.0 if case.direction == "fwd" else 3.0,
+            spans=tuple(tuple(1.01 * sample for sample in block) for block in samples),
+        )
     clocks = {
         "sm_mhz": 1980,
         "memory_mhz": 3201,
@@ -189,6 +199,19 @@ def grid(
         elif provider == "triton_jfa" and n == 8192:
             throttled = ["sw_power_cap"]
         records.append(record(case, rng, status, reason, throttled))
+    return records
+
+
+def dense(lengths: Sequence[int], providers: Sequence[str] = tuple(FRACTION)) -> list[Record]:
+    """Equal lengths: another grid, whose parameters have other names."""
+    records = []
+    for record in grid(lengths, (0.9,), providers=providers):
+        p = dict(record.case.params)
+        n = p["lengths"]["max_len"]
+        del p["q_len"]
+        p |= {"broadcast_q": False, "lengths": {"kind": "constant", "length": n}}
+        case = Case("jagged_attention", record.case.provider, record.case.direction, p)
+        records.append(replace(record, case=case, inputs={**record.inputs, "label": f"N={n}"}))
     return records
 
 

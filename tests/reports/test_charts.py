@@ -156,15 +156,40 @@ def test_slow_machines_get_a_unit_that_reads_well(results: Callable[..., Results
     assert "GFLOP/s" in [text.get_text() for text in ax.texts]
 
 
-def test_parameters_without_a_value_are_an_axis_like_any_other(results: Callable[..., Results]) -> None:
+def test_parameters_that_may_be_null_are_an_axis_like_any_other(results: Callable[..., Results]) -> None:
     records = synthetic.grid((512, 1024), (0.5,))
-    constant = [
-        replace(r, case=replace(r.case, params={**r.case.params, "lengths": {"kind": "constant", "max_len": n}}))
-        for r, n in zip(records, [512] * 12 + [1024] * 12, strict=True)
-    ]
-    drawn = panels(results(records + constant), figures.SPEED)
-    assert list(drawn) == [f"fill = {f}, {d}" for d in ("forward", "backward") for f in (0.5, "none")]
+    scaled = [replace(r, case=replace(r.case, params={**r.case.params, "sm_scale": 0.25})) for r in records]
+    drawn = panels(results(records + scaled), figures.SPEED)
+    assert list(drawn) == [f"sm_scale = {s}, {d}" for d in ("forward", "backward") for s in ("none", 0.25)]
     assert all(len(ax.containers) >= 5 for ax in drawn.values())
+
+
+def test_two_grids_get_figures_and_axes_of_their_own(results: Callable[..., Results]) -> None:
+    """A merged report of jagged and dense shapes, whose N have different names."""
+    found = results(synthetic.grid((512, 1024), (0.1, 0.5)) + synthetic.dense((512, 4096)))
+    specs = [spec for spec in figures.figures(found, []) if spec.metric is figures.SPEED]
+    assert [spec.stem for spec in specs] == ["speed-lengths_fill", "speed-lengths_constant"]
+    ticks = [[t.get_text() for t in charts.render(spec)[1][0].axes.get_xticklabels()] for spec in specs]
+    assert ticks == [["512", "1024"], ["512", "4096"]]
+    labels = [charts.render(spec)[1][0].axes.get_xlabel() for spec in specs]
+    assert labels == ["longest sequence N (keys)", "sequence length N"]
+
+
+def test_panels_of_one_line_stand_side_by_side_forward_first(results: Callable[..., Results]) -> None:
+    records = synthetic.grid((512, 1024), (0.5,), directions=("bwd", "fwd"))
+    figure, drawn = charts.render(next(iter(figures.figures(results(records), []))))
+    assert [panel.title for panel in drawn] == ["forward", "backward"]
+    first, second = (panel.axes.get_position() for panel in drawn)
+    assert first.x1 < second.x0
+    assert first.y0 == second.y0
+    figure.canvas.draw()
+    assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in figure.texts)
+
+
+def test_large_integers_are_written_out(results: Callable[..., Results]) -> None:
+    records = synthetic.grid((1_048_576, 2_097_152), (0.5,), providers=("fa4",), directions=("fwd",))
+    ax = next(iter(panels(results(records), figures.SPEED).values()))
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["1048576", "2097152"]
 
 
 def test_files_are_valid_and_always_the_same(results: Callable[..., Results]) -> None:
@@ -173,9 +198,14 @@ def test_files_are_valid_and_always_the_same(results: Callable[..., Results]) ->
     folder.mkdir()
     (folder / "speed-old.svg").write_text("left from an earlier report")
     (folder / "mine.svg").write_text("the user's own")
+    (folder / "speedy.svg").write_text("the user's own")
     charts.draw(found)
     first = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert set(first) == {"mine.svg", *(f"{m.name}.{kind}" for m in figures.METRICS for kind in ("svg", "png"))}
+    assert set(first) == {
+        "mine.svg",
+        "speedy.svg",
+        *(f"{m.name}.{kind}" for m in figures.METRICS for kind in ("svg", "png")),
+    }
     charts.draw(found)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
     for metric in figures.METRICS:
@@ -185,6 +215,26 @@ def test_files_are_valid_and_always_the_same(results: Callable[..., Results]) ->
         with Image.open(folder / f"{metric.name}.png") as image:
             image.verify()
             assert image.width > 800
+
+
+def test_the_charts_of_an_earlier_report_stay_until_the_new_ones_stand(
+    results: Callable[..., Results], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = results(synthetic.grid((512, 1024), (0.5,)))
+    charts.draw(found)
+    (found.target.charts / "speed-M_64.svg").write_text("old")
+    before = {path.name for path in found.target.charts.iterdir()}
+
+    def fail(figure: object) -> bytes:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(charts, "_png", fail)
+        with pytest.raises(OSError, match="no space"):
+            charts.draw(found)
+    assert {path.name for path in found.target.charts.iterdir()} == before
+    charts.draw(found)
+    assert {path.name for path in found.target.charts.iterdir()} == before - {"speed-M_64.svg"}
 
 
 def test_a_long_axis_gets_bands_and_markers_where_a_point_stands_alone(results: Callable[..., Results]) -> None:

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfabench.folder import Ceilings
+from jfabench.measure import decide
+from jfabench.policy import MeasurePolicy
 from jfabench.records import Case, Direction, Measurement, Record, Status, TensorCheck, Work
 from jfabench.reports import derive
 
@@ -31,10 +33,16 @@ def make(
     **changes: Any,
 ) -> Record:
     case = Case("op", provider, direction, {"dtype": "bf16", "lengths": {"n": n, "kind": "k"}, "window": [-1, 0]})
-    rounds = tuple((seconds * f,) * 3 for f in (0.99, 1.0, 1.0, 1.01))
-    measurement = Measurement("events", rounds, "precision") if status == "ok" else None
+    rounds = tuple((seconds * f,) * 3 for f in (0.999, 1.0, 1.0, 1.001))
+    measurement = Measurement("events", rounds, "precision", visit="one") if status == "ok" else None
     work = work or Work(4e11, 1e9)
     return replace(Record(case, status, "2026-01-01", env=GPU, work=work, measurement=measurement), **changes)
+
+
+def timed(provider: str, rounds: list[float], **measurement: Any) -> Record:
+    """A record of rounds of three equal samples each."""
+    values: dict[str, Any] = {"mode": "events", "stopped_by": "precision", "visit": "one", **measurement}
+    return make(provider, measurement=Measurement(rounds=tuple((seconds,) * 3 for seconds in rounds), **values))
 
 
 def only(records: list[Record], **options: Any) -> pd.Series[Any]:
@@ -55,7 +63,7 @@ def test_a_long_list_is_named_by_length_and_hash() -> None:
 
 def test_speed() -> None:
     row = only([make("a", 0.01, work=Work(4e11, 1e9))])
-    assert row["median_s"] == 0.01
+    assert row["median_s"] == pytest.approx(0.01)
     assert row["tflops"] == pytest.approx(40.0)
     assert row["bytes_per_s"] == pytest.approx(1e11)
     assert row["low_s"] < 0.01 < row["high_s"]
@@ -108,6 +116,7 @@ def test_speedup_is_of_the_same_shape_and_direction() -> None:
         ([make("base", n=9)], "base has no record of this case"),
         ([make("base", status="oom")], "base is oom"),
         ([make("base", env={"gpu": "another"})], "base ran on another GPU"),
+        ([timed("base", [0.02] * 4, mode="profiler")], "base was measured in mode profiler"),
     ],
 )
 def test_no_speedup_without_a_comparable_baseline_and_the_reason_is_told(base: list[Record], note: str) -> None:
@@ -116,10 +125,73 @@ def test_no_speedup_without_a_comparable_baseline_and_the_reason_is_told(base: l
     assert row["speedup_note"] == note
 
 
+DRIFT = [1.0 + 0.04 * step / 11 for step in range(12)]
+
+
+def test_identical_kernels_are_equally_fast_under_drift_though_the_baseline_stopped_earlier() -> None:
+    row = only(
+        [timed("a", [s * (1 + 1e-4 * (i % 2)) for i, s in enumerate(DRIFT)]), timed("base", DRIFT[:4])], baseline="base"
+    )
+    assert row["speedup"] == pytest.approx(1.0, abs=1e-4)
+    assert row["speedup_low"] <= 1 <= row["speedup_high"] < 1.001
+    assert "not-interleaved" not in row["flags"]
+
+
+@pytest.mark.parametrize("visits", [("one", "two"), ("", ""), ("one", "")])
+def test_rounds_of_two_visits_are_not_paired(visits: tuple[str, str]) -> None:
+    own, base = [1.0, 1.01, 1.02, 1.03], [2.0, 2.02, 2.04, 2.06]
+    rows = derive.table([timed("a", own, visit=visits[0]), timed("base", base, visit=visits[1])], baseline="base")
+    assert rows["flags"].str.contains("not-interleaved").tolist() == [True, False]
+    assert rows.loc[0, "speedup"] == pytest.approx(2.0)
+    assert rows.loc[0, "speedup_low"] < 1.98
+    assert (rows.loc[1, "speedup"], rows.loc[1, "speedup_low"]) == (1.0, 1.0)
+    paired = only([timed("a", own), timed("base", base)], baseline="base")
+    assert paired["speedup_high"] - paired["speedup_low"] < 1e-9
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.001, 0.003, 0.005, 0.02])
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4, 9])
+def test_imprecise_is_what_the_shown_interval_says(spread: float, rounds: int) -> None:
+    """And it is what ended sampling: `decide` asks the same question of the same rounds."""
+    record = timed("a", [1.0 + spread * (-1) ** step for step in range(rounds)])
+    assert record.measurement
+    for target in (0.005, 0.01, 0.05):
+        row = only([record], targets=[target])
+        policy = MeasurePolicy(target=target, rounds=1, min_iterations=1, max_iterations=1, max_seconds=1e-9)
+        ended = decide(record.measurement.rounds, policy)
+        assert ("imprecise" in row["flags"]) == (ended != "precision")
+        if "imprecise" not in row["flags"]:
+            assert row["high_s"] - row["low_s"] <= target * row["median_s"]
+        elif rounds >= 4:
+            assert row["high_s"] - row["low_s"] > target * row["median_s"]
+
+
+def test_without_a_manifest_the_default_precision_counts() -> None:
+    assert MeasurePolicy().target == derive.DEFAULT_TARGET
+    assert derive.table([make("a")])["target"].tolist() == [0.01]
+
+
+def test_spans_and_gaps() -> None:
+    def spanned(factor: float) -> Record:
+        record = timed("a", [1.0] * 4, mode="profiler", spans=((factor,) * 3,) * 4, kernels_per_call=2.0)
+        return replace(record, checks=(check("out"),))
+
+    rows = derive.table([spanned(1.09), spanned(1.11), spanned(0.8), make("a")])
+    assert rows["span_s"].tolist() == pytest.approx([1.09, 1.11, 0.8, math.nan], nan_ok=True)
+    assert rows["flags"].tolist() == ["", "gaps", "", "unchecked"]
+
+
+def test_forward_comes_first_whatever_was_measured_first() -> None:
+    records = [make("a", direction=d) for d in ("fwd_bwd", "bwd", "fwd")]  # type: ignore[arg-type]
+    rows = derive.table(records)
+    assert derive.directions(rows) == ["fwd", "bwd", "fwd_bwd"]
+    assert derive.summary(rows)["direction"].tolist() == ["fwd", "bwd", "fwd_bwd"]
+
+
 def test_a_case_that_is_not_ok_has_no_speed_though_it_was_measured() -> None:
     measured = make("a").measurement
     row = only([make("a", status="wrong", measurement=measured, reason="out: bad"), make("base")], baseline="base")
-    assert row["median_s"] == 0.01
+    assert row["median_s"] == pytest.approx(0.01)
     assert pd.isna(row[["tflops", "bytes_per_s", "roofline_fraction", "speedup"]]).all()
     assert (row["status"], row["reason"], row["flags"]) == ("wrong", "out: bad", "")
 

@@ -20,7 +20,7 @@ import synthetic
 
 from jfabench.folder import ResultFolder
 from jfabench.records import Record
-from jfabench.reports import figures, html
+from jfabench.reports import charts, figures, html, load
 from jfabench.reports.load import Results
 
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -160,7 +160,87 @@ def test_a_foreign_folder_says_how_to_get_what_is_missing(tmp_path: Path) -> Non
     assert "no run.json here" in words
     assert "Name one as baseline: in the sweep file" in words
     assert "python -m jfabench ceilings --out" in words
+    assert "Geometric means" not in words  # of nothing
     assert [chart for chart in page.words("charts").split() if chart == "Speedup"] == []
+
+
+def test_datasheet_ceilings_say_what_to_do_about_them(tmp_path: Path) -> None:
+    ceilings = replace(synthetic.CEILINGS, source="datasheet")
+    _, page, _ = build(tmp_path, synthetic.grid((512,), (0.5,)), ceilings=ceilings)
+    for section in ("summary", "method"):
+        words = page.words(section)
+        assert "on the device, python -m jfabench ceilings --out DIR" in words
+        assert "then python -m jfabench report DIR" in words
+
+
+def test_spans_and_kernels_are_shown_and_explained(whole: tuple[Results, Page, str], tmp_path: Path) -> None:
+    results, page, text = whole
+    columns = {column["key"]: column for column in rows_of(text)["columns"]}
+    spans = pd.Series(columns["span"]["data"], dtype=float)
+    pd.testing.assert_series_equal(spans, results.rows["span_s"], rtol=1e-4, check_names=False)
+    assert columns["kernels"]["label"] == "kernels per call"
+    assert set(columns["kernels"]["data"]) == {1.0, 3.0, None}
+    assert "favours a provider that launches many kernels" in page.words("method")
+    assert "run at the same time count twice" in page.words("method")
+    wall = [
+        replace(r, measurement=replace(r.measurement, mode="wall", spans=(), kernels_per_call=None))
+        for r in synthetic.grid((512,), (0.5,))
+        if r.measurement
+    ]
+    _, page, text = build(tmp_path, wall)
+    assert not {"span", "kernels"} & {column["key"] for column in rows_of(text)["columns"]}
+    assert "favours" not in page.words("method")
+
+
+def test_every_flag_is_explained(whole: tuple[Results, Page, str]) -> None:
+    words = whole[1].words("method")
+    for flag in load._FLAG_TEXTS:
+        assert re.search(rf"\b{flag} ?[:,]", words), flag
+
+
+def test_two_grids_have_means_of_their_own_and_share_the_table(tmp_path: Path) -> None:
+    records = synthetic.grid((512, 1024), (0.1, 0.5)) + synthetic.dense((512, 4096))
+    _, page, text = build(tmp_path, records)
+    words = page.words("summary")
+    assert "over the grid, lengths = fill" in words
+    assert "over the grid, lengths = constant" in words
+    assert "all 4 of 4 cases" in words
+    assert "all 2 of 2 cases" in words
+    columns = {column["key"]: column for column in rows_of(text)["columns"]}
+    assert [column["label"] for column in columns.values()][:2] == ["fill", "N"]
+    assert columns["lengths.max_len"]["data"] == [
+        r.case.params["lengths"].get("max_len") or 512 for r in records[:48]
+    ] + [r.case.params["lengths"]["length"] for r in records[48:]]
+    assert columns["lengths.fill"]["data"][48:] == [None] * 24
+
+
+def test_forward_comes_before_backward_everywhere(tmp_path: Path) -> None:
+    results, page, text = build(tmp_path, synthetic.grid((512, 1024), (0.1, 0.5), directions=("bwd", "fwd")))
+    words = page.words("summary")
+    assert words.index("fwd speedup") < words.index("bwd speedup")
+    assert words.index("fwd, fill 0.1") < words.index("bwd, fill 0.1")
+    columns = {column["key"]: column for column in rows_of(text)["columns"]}
+    assert columns["direction"]["words"] == ["fwd", "bwd"]
+    assert columns["direction"]["codes"][0] == 1
+    titles = [panel.title for chart in charts.draw(results).charts for panel in chart.panels]
+    assert titles[:4] == [f"fill = {f}, {d}" for d in ("forward", "backward") for f in (0.1, 0.5)]
+
+
+def test_a_build_that_fails_leaves_the_earlier_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, _, text = build(tmp_path, synthetic.grid((512,), (0.5,)))
+    table = results.target.table.read_text()
+    write = Path.write_bytes
+
+    def half(path: Path, content: bytes) -> int:
+        write(path, content[: len(content) // 2])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(OSError, match="no space"):
+        html.build(results.target)
+    assert results.target.report.read_text() == text
+    assert results.target.table.read_text() == table
+    assert not list(tmp_path.rglob("*.part"))
 
 
 @pytest.mark.parametrize("records", [[], synthetic.grid((512,), (0.5,), providers=("fa3",), directions=("bwd",))])

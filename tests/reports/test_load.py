@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import synthetic
 
 from jfabench.folder import ResultFolder
-from jfabench.records import Record
+from jfabench.records import SCHEMA, Record
 from jfabench.reports.load import Results, load, not_ok, write_table
 
 
@@ -23,7 +25,10 @@ def found(results: Results, words: str) -> bool:
 
 
 def test_a_whole_run_needs_no_warning(tmp_path: Path) -> None:
-    records = [replace(r, measurement=replace(r.measurement, stopped_by="precision")) for r in small() if r.measurement]
+    steady = tuple((seconds,) * 6 for seconds in (1e-3, 1.001e-3, 1e-3, 1.001e-3))
+    records = [
+        replace(r, measurement=replace(r.measurement, rounds=steady, spans=steady)) for r in small() if r.measurement
+    ]
     results = load([synthetic.write_folder(tmp_path, records, run=synthetic.manifest(len(records)))])
     assert results.warnings == ()
     assert results.devices == ["NVIDIA H200"]
@@ -133,11 +138,73 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str) -> 
         load([folder])
 
 
-def test_a_manifest_of_another_version_is_an_error_that_names_it(tmp_path: Path) -> None:
-    folder = synthetic.write_folder(tmp_path, small())
-    (tmp_path / "run.json").write_text('{"axes": [], "unknown": 1}')
-    with pytest.raises(ValueError, match=r"run\.json"):
+RUN = synthetic.manifest(8).to_json()
+CEILINGS = synthetic.CEILINGS.to_json()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("run.json", [], "the whole"),
+        ("run.json", {"axes": [], "unknown": 1}, "config: Field required"),
+        ("run.json", {**RUN, "axes": 3}, "axes"),
+        ("run.json", {**RUN, "providers": ["fa4"]}, "providers"),
+        ("run.json", {**RUN, "cases": None}, "cases"),
+        ("run.json", {**RUN, "policy": {"target": "1%"}}, "policy.target"),
+        ("run.json", {**RUN, "schema": SCHEMA + 1}, "update jfabench"),
+        ("ceilings.json", None, "the whole"),
+        ("ceilings.json", {"gpu": "H200"}, "device: Field required"),
+        ("ceilings.json", {**CEILINGS, "flops": [1.0]}, "flops"),
+        ("ceilings.json", {**CEILINGS, "flops": {"bf16": "fast"}}, "flops.bf16"),
+        ("ceilings.json", {**CEILINGS, "bytes": 0}, "not positive"),
+        ("ceilings.json", {**CEILINGS, "source": "guessed"}, "source"),
+    ],
+)
+def test_a_foreign_file_is_an_error_that_names_it_and_the_problem(
+    tmp_path: Path, name: str, content: object, problem: str
+) -> None:
+    folder = synthetic.write_folder(tmp_path, small(), run=synthetic.manifest(8))
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}.*{re.escape(problem)}"):
         load([folder])
+
+
+def test_keys_of_a_newer_writer_of_the_same_schema_are_ignored(tmp_path: Path) -> None:
+    folder = synthetic.write_folder(tmp_path, small())
+    (tmp_path / "run.json").write_text(json.dumps({**RUN, "colour": "blue"}))
+    (tmp_path / "ceilings.json").write_text(json.dumps({**CEILINGS, "colour": "blue"}))
+    results = load([folder])
+    assert (results.manifest, results.ceilings) == (synthetic.manifest(8), synthetic.CEILINGS)
+
+
+def test_records_of_a_newer_schema_are_an_error_that_names_the_file(tmp_path: Path) -> None:
+    line = json.dumps({**small()[0].to_json(), "schema": SCHEMA + 1})
+    folder = synthetic.write_folder(tmp_path, [], tail=line + "\n")
+    with pytest.raises(ValueError, match=r"records\.jsonl: record schema"):
+        load([folder])
+
+
+def test_each_record_is_judged_by_the_precision_that_its_own_run_asked_for(tmp_path: Path) -> None:
+    wide = tuple((seconds,) * 6 for seconds in (1e-3, 1.01e-3, 1e-3, 1.01e-3))  # interval: 1.8% of the median
+    records = [replace(r, measurement=replace(r.measurement, rounds=wide)) for r in small() if r.measurement]
+    strict = synthetic.manifest(4)
+    loose = synthetic.manifest(4, policy={**strict.policy, "target": 0.03})
+    one = synthetic.write_folder(tmp_path / "strict", records[:4], run=strict)
+    two = synthetic.write_folder(tmp_path / "loose", records[4:], run=loose)
+    results = load([one, two])
+    assert results.rows["flags"].str.contains("imprecise").tolist() == [True] * 4 + [False] * 4
+    assert found(results, "4 of 8 measured cases have an interval wider than what was asked for")
+
+
+def test_integers_beside_missing_values_stay_integers(tmp_path: Path) -> None:
+    records = small() + synthetic.dense((512, 4096), ("fa4",))
+    results = load([synthetic.write_folder(tmp_path, records, run=synthetic.manifest(len(records)))])
+    text = write_table(results).read_text()
+    assert "512.0" not in text
+    assert [len(grid) for grid in results.grids] == [8, 4]
+    jagged, dense = results.grids
+    assert "lengths.length" not in jagged
+    assert dense["lengths.length"].tolist() == [512, 512, 4096, 4096]
 
 
 def test_the_csv_holds_every_column_and_reads_back(tmp_path: Path) -> None:
@@ -152,3 +219,14 @@ def test_an_empty_record_file(tmp_path: Path) -> None:
     results = load([synthetic.write_folder(tmp_path, [], run=synthetic.manifest(4))])
     assert found(results, "Unfinished: 0 of 4 cases")
     assert len(pd.read_csv(write_table(results))) == 0
+
+
+def test_repeated_cases_are_told_of_and_never_mixed_over_devices(tmp_path: Path) -> None:
+    records = small()
+    one = synthetic.write_folder(tmp_path / "one", records, run=synthetic.manifest(8))
+    two = synthetic.write_folder(tmp_path / "two", records[:3], run=synthetic.manifest(8))
+    assert found(load([one, two]), "two repeats 3 cases of another folder")
+    elsewhere = [replace(record, env={**record.env, "gpu": "NVIDIA B200"}) for record in records[:3]]
+    other = synthetic.write_folder(tmp_path / "other", elsewhere, run=synthetic.manifest(8))
+    with pytest.raises(ValueError, match="NVIDIA H200; results of different devices"):
+        load([one, other])

@@ -10,7 +10,7 @@ import pytest
 import synthetic
 from rich.console import Console
 
-from jfabench.records import Case
+from jfabench.records import Case, Record
 from jfabench.reports import derive, terminal
 from jfabench.reports.figures import CPU_NOTE
 from jfabench.reports.load import load
@@ -43,7 +43,7 @@ def test_the_fastest_right_result_of_each_shape_is_bold() -> None:
     rows = derive.table(records)
     lines = printed(terminal.render(rows, 80), 80, color=True)
     for n in (512, 1024):
-        line = next(line for line in lines if f"N={n}" in line)
+        line = next(line for line in lines if line.split()[:1] == [str(n)])
         best = rows[rows["lengths.max_len"] == n]["tflops"].max()
         assert line.count("\x1b[1m") == 1
         assert f"\x1b[1m{best:.3g}" in line or f"\x1b[1m{best:.0f}" in line
@@ -51,22 +51,55 @@ def test_the_fastest_right_result_of_each_shape_is_bold() -> None:
 
 def test_a_case_without_a_record_shows_a_dash() -> None:
     records = synthetic.grid((512, 1024), (0.5,), providers=("fa4", "fa3"), directions=("fwd",))
-    line = next(line for line in printed(terminal.render(derive.table(records[:-1]), 80), 80) if "N=1024" in line)
+    line = next(line for line in printed(terminal.render(derive.table(records[:-1]), 80), 80) if "1024" in line)
     assert line.split()[-1] == "-"
 
 
 def test_seeds_tell_shapes_apart() -> None:
     records = synthetic.grid((512,), (0.5,), providers=("fa4",), directions=("fwd",), seeds=(1, 2))
-    text = "\n".join(printed(terminal.render(derive.table(records), 80), 80))
-    assert "seed=1" in text
-    assert "seed=2" in text
+    lines = printed(terminal.render(derive.table(records), 80), 80)
+    words = [line.split()[0] for line in lines if line.strip()]
+    assert words[-4:-3] + words[-2:] == ["seed", "1", "2"]
 
 
 def test_a_long_table_is_cut_and_says_so() -> None:
     records = synthetic.grid((512,), (0.5,), providers=("fa4",), directions=("fwd",), seeds=range(100))
     lines = printed(terminal.render(derive.table(records), 80), 80)
-    assert sum("seed=" in line for line in lines) == terminal.MAX_CASES
+    assert sum(line.split()[:1] == [str(seed)] for line in lines for seed in range(100)) == terminal.MAX_CASES
     assert "and 40 more shapes" in " ".join(" ".join(lines).split())
+
+
+def real_run() -> list[Record]:
+    """Seven providers and three axes, with the labels that the operator gives, backward first."""
+    records = synthetic.grid((512, 8192), (0.1, 0.9), (64, 256), (*synthetic.FRACTION, "tlx_jfa"), ("bwd", "fwd"))
+    return [replace(r, inputs={"label": f"{r.inputs['label']} B={r.case.params['batch']} H=4"}) for r in records]
+
+
+def test_a_real_run_fits_80_columns_with_its_providers_side_by_side() -> None:
+    lines = printed(terminal.render(derive.table(real_run()), 80), 80)
+    heading = next(line for line in lines if "fill" in line).split()
+    assert heading[:4] == ["N", "fill", "M", "B"]
+    assert sum(line.split()[:4] == ["8192", "0.9", "256", "256"] for line in lines) == 2
+    assert "H=4" in lines[0]
+    directions = [line.split()[4] for line in lines if line.split()[:1] in (["512"], ["8192"])]
+    assert directions == ["fwd"] * 8 + ["bwd"] * 8
+
+
+def test_two_grids_share_a_table_with_blanks_where_a_quantity_is_not_theirs() -> None:
+    records = synthetic.grid((512,), (0.1, 0.5), providers=("fa4",)) + synthetic.dense((512, 4096), ("fa4",))
+    lines = printed(terminal.render(derive.table(records), 80), 80)
+    assert [line.split()[:-2] for line in lines if line.split()[:1] in (["512"], ["4096"])] == [
+        ["512", "0.1", "256"],
+        ["512", "0.5", "256"],
+        ["512"],
+        ["4096"],
+    ]
+
+
+def test_providers_come_in_the_order_asked_for() -> None:
+    records = synthetic.grid((512, 1024), (0.5,), providers=("fa4", "fa3", "other"), directions=("fwd",))
+    lines = printed(terminal.render(derive.table(records), 80, ["fa3", "absent", "fa4"]), 80)
+    assert next(line for line in lines if "fa3" in line).split()[-3:] == ["fa3", "fa4", "other"]
 
 
 def test_names_with_markup_are_shown_as_they_are() -> None:
