@@ -36,7 +36,7 @@ CLASS_MARGIN = 4.0
 NORM_MARGIN = 1.5
 """How many times the norm of the baseline's errors. Norms of many errors hardly vary: right kernels are within 1.1."""
 
-MAX_CHANCE, NORM_CHANCE = 8.0, 4.0
+MAX_CHANCE, NORM_CHANCE = 16.0, 4.0
 """Over the square root of the weight, added to the margins: a few errors vary more than many."""
 
 SMALLEST_CLASS = 256.0
@@ -156,6 +156,7 @@ class Limit:
 def limits(
     plain: Counted,
     dtype: torch.dtype,
+    margin: float = MARGIN,
     *,
     floor: float = 0.0,
     vanishing_floor: float = 0.0,
@@ -164,10 +165,10 @@ def limits(
 ) -> tuple[Limit, ...]:
     """From the tally of plain PyTorch's errors in `dtype` to limits: of the whole tensor, then of each class.
 
-    `floor` is an absolute error allowed in every value, `vanishing_floor` one in vanishing vectors. Unless
-    vectors are differences that may be `cancelling`, none may be further off than a few times the relative error that
-    plain PyTorch has at worst: that finds one vector that is missing among millions of larger ones. The baseline is at
-    least what rounding a result to `dtype` can cost, though plain PyTorch may happen to be exact.
+    `margin` is that of the whole; `floor` is an absolute error allowed in every value, `vanishing_floor` one in
+    vanishing vectors. Unless vectors are differences that may be `cancelling`, none may be further off than a few times
+    the relative error that plain PyTorch has at worst: that finds one vector that is missing among millions of larger
+    ones. The baseline is at least what rounding a result to `dtype` costs, though plain PyTorch may happen to be exact.
     """
     unit = torch.finfo(dtype).eps
     found = []
@@ -179,8 +180,8 @@ def limits(
             float(plain[name][columns].sum()) for name in Tally.SUMS
         )
         norm, few = math.sqrt(squares), 1 / math.sqrt(weight)
-        margin = MARGIN if columns is whole else CLASS_MARGIN
-        max_abs = (margin + MAX_CHANCE * few) * max(worst, unit / 4 * largest) + floor
+        times = margin if columns is whole else CLASS_MARGIN
+        max_abs = (times + MAX_CHANCE * few) * max(worst, unit / 4 * largest) + floor
         error_norm = (NORM_MARGIN + NORM_CHANCE * few) * max(math.sqrt(squared_errors), unit / 8 * norm)
         error_norm += floor * math.sqrt(values)
         if vanishing:

@@ -147,7 +147,7 @@ def test_no_relative_norm_of_zeros() -> None:
 
 # By class -------------------------------------------------------------------------------------------------------------
 
-LENGTHS = np.repeat([3, 50, 1000], [3, 50, 1000])
+LENGTHS = np.repeat([3, 50, 1000], [120, 100, 1000])
 
 
 def rows() -> Rows:
@@ -155,7 +155,7 @@ def rows() -> Rows:
 
 
 def vectors(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """`[1053, 4, 16]`, of a size that falls with the length of the sequence."""
+    """`[1220, 4, 16]`, of a size that falls with the length of the sequence."""
     noise = torch.randn(len(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (noise / torch.from_numpy(LENGTHS)[:, None, None]).to(dtype)
 
@@ -178,7 +178,7 @@ def test_length_classes(n: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_tally_counts_errors_by_length_and_by_size(dtype: torch.dtype) -> None:
     right = vectors(dtype)
-    right[7, 2] = 0
+    right[127, 2] = 0
     got = right.bfloat16()
     weight = torch.linspace(0, 1, len(LENGTHS))
     tally = Tally(right.device)
@@ -211,7 +211,7 @@ def test_what_is_right_in_the_input_dtype_passes() -> None:
     assert result.passed
     assert result.max_abs == pytest.approx(float(error.max()))
     assert result.baseline == result.max_abs
-    assert 2 * result.baseline < result.limit < 2.5 * result.baseline
+    assert 2 * result.baseline < result.limit < 2.8 * result.baseline
     assert result.rel_norm == pytest.approx(float((right.bfloat16() - right).norm() / right.norm()), rel=1e-4)
     assert result.detail == ""
 
@@ -224,7 +224,7 @@ def test_what_is_wrong_in_one_class_fails_and_is_named() -> None:
     got[long] *= 1.02
     result = judge(got.bfloat16(), right)
     assert not result.passed
-    assert result.detail.startswith("keys 513..1024: ")
+    assert result.detail.startswith("keys 513..1024: relative norm 0.02")
     assert result.max_abs is not None
     assert result.max_abs < result.limit  # as a whole it would pass
 
@@ -250,7 +250,7 @@ def test_vectors_that_are_no_numbers_or_of_another_kind() -> None:
     assert result.max_abs is None
     assert "the first at [1000, 2, 5]" in result.detail
     assert judge(right, right).detail == "expected torch.bfloat16, got torch.float32"
-    assert judge(right.bfloat16()[:-1], right).detail == "expected shape [1053, 4, 16], got [1052, 4, 16]"
+    assert judge(right.bfloat16()[:-1], right).detail == "expected shape [1220, 4, 16], got [1219, 4, 16]"
 
 
 def test_light_classes_join_their_neighbours() -> None:
