@@ -53,7 +53,7 @@ def table(
     - `not-interleaved`: the speedup compares with a baseline that was not measured in turns with this case.
     - `gaps`: the GPU idled between the kernels of a call, which the sum of their times does not hold.
     - `unchecked`, `partly-checked`: see `not_checked`.
-    - `above-roofline`: faster than the ceilings allow, so one of the two is wrong.
+    - `above-roofline`: faster than the ceilings allow; see the report for what that can mean.
     """
     rows = list(records)
     frame = _facts_table(rows)

@@ -199,7 +199,8 @@ _FLAG_TEXTS = {
     "gaps": "let the GPU idle between their kernels, which their time does not hold (flag gaps; column span does).",
     "unchecked": "were not checked against the oracle (flag unchecked).",
     "partly-checked": "have results that were not checked, though other providers' were (flag partly-checked).",
-    "above-roofline": "are faster than the ceilings allow: one of the two is wrong (flag above-roofline).",
+    "above-roofline": "are faster than the ceilings allow: by a few per cent where reads dominate, or one "
+    "of the two is wrong (flag above-roofline).",
 }
 
 # What must be equal for times to compare; names as in `Record.env`.
