@@ -181,7 +181,7 @@ class _Oracle:
                 continue
 
             dv += _stack_heads(p_block).mT @ _stack_heads(dout_block)
-            rounded_dv = self._round(rounded_dv + self._matmul(_stack_heads(rounded_p).mT, _stack_heads(dout_block)))
+            rounded_dv = self._add_product(rounded_dv, rounded_p, dout_block, whole=step >= m)
             del rounded_p
             scaled_dout = p.scale * dout_block  # so that sm_scale enters dS here, and once
             ds_block = scaled_dout @ v.mT  # dP, then in place dS
@@ -190,7 +190,7 @@ class _Oracle:
             dq[..., block, :] = ds_block @ k
             rounded_dq[..., block, :] = self._matmul(rounded_ds, k)
             dk += _stack_heads(ds_block).mT @ _stack_heads(q_block)
-            rounded_dk = self._round(rounded_dk + self._matmul(_stack_heads(rounded_ds).mT, _stack_heads(q_block)))
+            rounded_dk = self._add_product(rounded_dk, rounded_ds, q_block, whole=step >= m)
             del p_block, ds_block, rounded_ds
 
         self._keep("out", out.flatten(1, 2), rounded_out.flatten(1, 2), self.q_index[:, group.q_rows])
@@ -200,7 +200,7 @@ class _Oracle:
         if not self.gradients:
             return
         for name, right, inexact in (("dk", dk, rounded_dk), ("dv", dv, rounded_dv)):
-            self._keep(name, right, inexact, self.k_index[:, group.k_rows])
+            self._keep(name, right, self._round(inexact), self.k_index[:, group.k_rows])
         if p.broadcast_q:
             self.results["dq"] += dq.flatten(1, 2).sum(0).transpose(0, 1)
             self.rounded_dq += rounded_dq.flatten(1, 2).sum(0).transpose(0, 1)
@@ -287,6 +287,16 @@ class _Oracle:
         """`x` with the precision of the input dtype: in that dtype on a GPU, as float32 values on a CPU."""
         rounded = x.to(DTYPES[self.inputs.params.dtype])
         return rounded if self.device.type == "cuda" else rounded.float()
+
+    def _add_product(self, total: Tensor, a: Tensor, b: Tensor, *, whole: bool) -> Tensor:
+        """`total` plus `a^T b`, summed over the rows of a block and the heads of a group.
+
+        On a GPU it is rounded once, at the end: blocks exist only where memory asks for them, and sum up in float32.
+        """
+        a, b = _stack_heads(a), _stack_heads(b)
+        if whole or self.device.type == "cpu":
+            return self._round(total + self._matmul(a.mT, b))
+        return total + a.mT.to(self.dtype) @ b
 
     def _matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """`a @ b` of rounded `a` and an input `b`, accumulated in float32 and rounded; in the oracle's dtype."""
