@@ -59,7 +59,7 @@ class FlashAttention3:
         if lacks("VARLEN"):
             return f"{interface} was built without variable lengths"
         if direction != "fwd" and params.may_be_empty:
-            return "FlashAttention-3's backward is known to hang on empty sequences (flash-attention issue 1254)"
+            return "FlashAttention-3's backward is known to hang on empty sequences (flash-attention #1254)"
         return None
 
     def prepare(self, inputs: Any, direction: Direction) -> Call:

@@ -110,7 +110,6 @@ def test_list_keeps_its_order_and_wants_its_batch() -> None:
     [
         (-1, "-1 is not a length"),
         (2.5, "2.5 is not a whole number"),
-        (2.0, "2.0 is not a whole number"),
         (True, "True is not a whole number"),
         (float("nan"), "missing"),
         (None, "missing"),
@@ -122,6 +121,13 @@ def test_list_names_the_bad_entry(value: Any, words: str) -> None:
     message = complaint(kind="list", values=[1, value])
     assert words in message
     assert "entry 1" in message
+
+
+def test_whole_numbers_written_as_floats_are_lengths(tmp_path: Path) -> None:
+    spec = parse(kind="list", values=[2.0, 3])
+    assert spec == parse(kind="list", values=[2, 3])
+    path = write(tmp_path / "floats.csv", "length\n3.0\n1e2\n0\n")
+    assert draw(parse(kind="file", path=path, column="length"), 3, 0).tolist() == [3, 100, 0]
 
 
 def test_hash_is_of_the_values() -> None:
