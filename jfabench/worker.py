@@ -346,6 +346,22 @@ def _select_device(device: str) -> None:
         torch.cuda.set_device(int(device.partition(":")[2] or 0))
 
 
+@contextlib.contextmanager
+def _stream_of(job: Job) -> Iterator[None]:
+    """A side stream where graphs are to be captured: a backward can be, only on the stream of its forward.
+
+    The default stream cannot be captured, and autograd runs a backward on the stream that its forward ran on.
+    """
+    if job.device == "cpu" or job.policy.mode_on("cuda") != "cudagraph":
+        yield
+        return
+    import torch
+
+    _select_device(job.device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
 def _synchronize(kind: str) -> None:
     if kind == "cuda":
         import torch
@@ -406,7 +422,8 @@ def main(argv: Sequence[str]) -> int:
     _limit_memory(job.device.split(":")[0])
     with _events(int(argv[0])) as emit:
         try:
-            run_job(job, emit)
+            with _stream_of(job):
+                run_job(job, emit)
         except StartAfreshError as error:
             print(f"a fresh worker is needed: {error}", file=sys.stderr)
             sys.stderr.flush()
