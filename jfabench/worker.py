@@ -358,7 +358,8 @@ def _stream_of(job: Job) -> Iterator[None]:
     import torch
 
     _select_device(job.device)
-    with torch.cuda.stream(torch.cuda.Stream()):
+    side: Any = torch.cuda.Stream  # torch leaves it untyped
+    with torch.cuda.stream(side()):
         yield
 
 

@@ -204,7 +204,7 @@ _FLAG_TEXTS = {
 }
 
 # What must be equal for times to compare; names as in `Record.env`.
-_SOFTWARE = ("driver", "cuda", "torch", "flash_attn_4", "fa3_fwd", "jfabench", "commit")
+_SOFTWARE = ("driver", "cuda", "torch", "flash_attn_4", "flash_attn_3", "fa3_fwd", "jfabench", "commit")
 _PREFIXES = ("triton.", "variables.")
 
 
