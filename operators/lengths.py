@@ -334,7 +334,7 @@ def _length(value: Any) -> int:
         value = int(text) if text.removeprefix("-").isdecimal() else float(text) if _is_number(text) else text or None
     if value is None or (isinstance(value, numbers.Real) and math.isnan(value)):
         raise ValueError("the length is missing")
-    if isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value).is_integer():
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral) and float(value).is_integer():
         value = int(float(value))  # pandas writes whole numbers of a column with a gap as floats
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{value!r} is not a whole number of rows")
