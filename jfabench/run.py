@@ -27,7 +27,8 @@ from jfabench.folder import Manifest, ResultFolder, write_json
 from jfabench.operator import case_facts, load_operator
 from jfabench.records import Case, Record, Status, read_records
 from jfabench.sweep import Sweep
-from jfabench.worker import EXIT_START_AFRESH, Job
+from jfabench.visit import Job
+from jfabench.worker import EXIT_START_AFRESH
 
 
 class SweepStoppedError(RuntimeError):

@@ -101,6 +101,15 @@ def test_every_kind_of_fault_is_recorded_and_the_rest_is_measured(config: Path, 
     assert (out / "results.csv").exists()
 
 
+def test_a_promise_of_equal_bits_is_held_to(config: Path, tmp_path: Path) -> None:
+    for deterministic, status in (("true", "wrong"), ("false", "ok")):
+        out = tmp_path / deterministic
+        sweep(config, out, *only("wobbles"), "--set", f"deterministic={deterministic}")
+        record = by_provider(out)["wobbles"]
+        assert record.status == status, record.reason
+        assert ("not the same bits" in record.reason) == (status == "wrong")
+
+
 @pytest.mark.parametrize("provider", ["sleeps", "sleeps_late"])
 def test_a_hang_is_ended_by_the_timeout(config: Path, tmp_path: Path, provider: str) -> None:
     out = tmp_path / "out"

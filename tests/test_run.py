@@ -16,7 +16,8 @@ from jfabench.policy import MeasurePolicy
 from jfabench.records import Case, Record, read_records
 from jfabench.run import FolderError, SweepStoppedError, Workers, open_log, run_sweep
 from jfabench.sweep import Sweep, load_sweep
-from jfabench.worker import EXIT_START_AFRESH, Job
+from jfabench.visit import Job
+from jfabench.worker import EXIT_START_AFRESH
 
 
 class Heard:

@@ -8,7 +8,8 @@ import pytest
 from jfabench import worker
 from jfabench.policy import MeasurePolicy
 from jfabench.records import Case
-from jfabench.worker import Emitter, Job, describe_failure
+from jfabench.visit import Job, describe_failure, restore_torch_settings, torch_settings
+from jfabench.worker import Emitter
 
 
 class OutOfMemoryError(RuntimeError):
@@ -51,12 +52,12 @@ def test_a_reason_fits_into_any_file() -> None:
 def test_settings_that_a_provider_changes_are_put_back_and_named() -> None:
     import torch
 
-    before = worker._torch_settings()
+    before = torch_settings()
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
-    assert worker._restore_torch_settings(before) == "grad mode, default dtype"
-    assert worker._torch_settings() == before
-    assert worker._restore_torch_settings(before) == ""
+    assert restore_torch_settings(before) == "grad mode, default dtype"
+    assert torch_settings() == before
+    assert restore_torch_settings(before) == ""
 
 
 def test_a_job_survives_its_json() -> None:

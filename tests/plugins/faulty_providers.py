@@ -80,6 +80,23 @@ def _memo(inputs: Any, direction: Any) -> Call:
     return Call(run, lambda raw: raw)
 
 
+def _wobbles(inputs: Any, direction: Any) -> Call:
+    """Right, but one value of `out` differs by its last bit from call to call."""
+    import torch
+
+    call = _reference(inputs, direction)
+    calls = 0
+
+    def results(raw: Any) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        found = dict(call.results(raw))
+        found["out"].view(torch.int16).view(-1)[0] ^= calls & 1
+        return found
+
+    return Call(call.run, results)
+
+
 def _accumulates(inputs: Any, direction: Any) -> Call:
     """Right the first time, but adds to what it computed before."""
     call = _reference(inputs, direction)
@@ -147,6 +164,7 @@ class Faulty:
 
 PROVIDERS = (
     Faulty("raises", _instead(_raise)),
+    Faulty("wobbles", _wobbles),
     Faulty("raises_when_asked", _reference, asked=_raise),
     Faulty("memo", _memo),
     Faulty("accumulates", _accumulates),
