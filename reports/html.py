@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,24 @@ def build(folders: ResultFolder | Sequence[ResultFolder], target: ResultFolder |
     page comes last and needs none of the others. Several folders are merged; the last record of a case counts. Raises
     what `load` raises, and `OSError`.
     """
-    results = load([folders] if isinstance(folders, ResultFolder) else folders, target)
+    with _without_collector():
+        return _build([folders] if isinstance(folders, ResultFolder) else folders, target)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Records live until the page is written: walking through all of them over and over costs a tenth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _build(folders: Sequence[ResultFolder], target: ResultFolder | None) -> Results:
+    results = load(folders, target)
     write_table(results)
     environments = [{**environment, "records": count} for environment, count in results.environments]
     write_json(results.target.environment, environments)
