@@ -6,14 +6,13 @@ part of a sample. How each mode keeps it out is told at its class.
 
 from __future__ import annotations
 
-import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jfabench.collector import without_collector
 from jfabench.policy import Mode
 
 DEFAULT_L2_BYTES = 128 * 2**20
@@ -86,7 +85,7 @@ class CpuWallSampler:
 
     def sample(self, call: Callable[[], object], iterations: int) -> list[float]:
         samples = []
-        with _no_collection():
+        with without_collector():
             for _ in range(iterations):
                 begin = time.perf_counter()
                 call()
@@ -120,7 +119,7 @@ class WallSampler(_CudaSampler):
 
     def sample(self, call: Callable[[], object], iterations: int) -> list[float]:
         samples = []
-        with _no_collection():
+        with without_collector():
             for _ in range(iterations):
                 self._flush()
                 self._synchronize()
@@ -146,7 +145,7 @@ class EventSampler(_CudaSampler):
         while len(samples) < iterations:
             count = min(self.in_flight, iterations - len(samples))
             pairs = list(zip(self._timing_events(count), self._timing_events(count), strict=True))
-            with _no_collection():
+            with without_collector():
                 for begin, end in pairs:
                     self._flush()
                     begin.record()
@@ -264,7 +263,7 @@ class ProfilerSampler(_CudaSampler):
             stamps.append((before + time.time_ns()) // 2)
 
         self._synchronize()  # whatever is still running belongs to no iteration
-        with profile(activities=[ProfilerActivity.CUDA]) as session, _no_collection():
+        with profile(activities=[ProfilerActivity.CUDA]) as session, without_collector():
             for _ in range(iterations):
                 self._flush()
                 synchronize()
@@ -362,15 +361,3 @@ def activities_of(session: Any) -> list[Activity]:
             continue
         activities.append(Activity(event.name(), on_gpu, event.start_ns(), event.duration_ns(), event.correlation_id()))
     return activities
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keeps Python's cyclic garbage collector from running in the middle of a sample."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -31,6 +31,7 @@ GPU_LIBRARIES = {"torch", "triton"}
 # Everything that is not named here belongs to the harness, which may use all but what `FORBIDDEN` says.
 ALLOWED: dict[str, set[str]] = {
     "jfabench.records": set(),
+    "jfabench.collector": set(),
     "jfabench.intervals": set(),
     "jfabench.kernels": {"jfabench.kernels"},
     "jfabench.operators": {
@@ -41,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         "jfabench.kernels",
         "jfabench.operators",
     },
-    "jfabench.reports": {"jfabench.records", "jfabench.folder", "jfabench.intervals", "jfabench.reports"},
+    "jfabench.reports": {f"jfabench.{name}" for name in ("records", "folder", "intervals", "collector", "reports")},
     "jfabench.sweeps": set(),
 }
 # Who alone may import a module.
