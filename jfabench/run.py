@@ -1,7 +1,9 @@
-"""Runs a sweep: one worker process per shape, records appended to the result folder as they come.
+"""Runs a sweep: shapes are visited by worker processes, records appended to the result folder as they come.
 
 The parent process imports neither torch nor triton and never touches the GPU, so nothing that a provider does to its
-process can take the sweep down: it is recorded against the case at hand, and a fresh worker goes on.
+process can take the sweep down: it is recorded against the case at hand, and a fresh worker goes on. A worker in which
+all went well takes the next shape, too. The first failure of a provider counts only in a fresh worker: elsewhere it may
+come from an earlier shape, and the case is repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any, Protocol
 
 from jfabench.folder import Manifest, ResultFolder, write_json
 from jfabench.operator import case_facts, load_operator
-from jfabench.records import Case, Record, Status, read_records
+from jfabench.records import NEUTRAL_STATUSES, Case, Record, Status, read_records
 from jfabench.sweep import Sweep
 from jfabench.visit import Job
 from jfabench.worker import EXIT_START_AFRESH
@@ -134,9 +136,11 @@ def _start_of_last_line(descriptor: int) -> int:
 
 @dataclass
 class Visit:
-    """What came of one worker: which case it was at when it ended, and how it ended."""
+    """What came of one job: which case the worker was at when it ended, and how it ended."""
 
     done: bool = False
+    again: bool = False
+    """The worker can take another job, and every case of this one went well."""
     ended: str = ""
     status: Status = "failed"
     current: Case | None = None
@@ -145,10 +149,10 @@ class Visit:
 
 
 class Workers:
-    """Worker processes for one device, one at a time, and on request the next one held ready.
+    """Worker processes for one device, one at work at a time, and on request a fresh one held ready.
 
-    Starting Python and importing torch takes seconds in which nothing is measured. A worker that waits for its job has
-    done that, and has not touched the GPU yet.
+    Starting Python and importing torch takes seconds in which nothing is measured. A worker that waits for its first
+    job has done that, and has not touched the GPU yet.
     """
 
     def __init__(
@@ -159,29 +163,33 @@ class Workers:
         self._log = log
         self._timeout = timeout
         self._command = command
-        self._waiting: _Worker | None = None
+        self._idle: list[_Worker] = []  # a fresh one, and on top of it one that has done its jobs well
+        self.fresh = True
+        """Whether the worker of the latest job had done no other before."""
 
     def hold_ready(self) -> None:
-        """Starts the next worker; not on a CPU, where that would disturb the measurement of the present one."""
-        if self._waiting is None and self._device != "cpu":
-            self._waiting = self._spawn()
+        """Starts a fresh worker; not on a CPU, where that would disturb the measurement of the present one."""
+        if not self._idle and self._device != "cpu":
+            self._idle.append(self._spawn())
 
     def close(self) -> None:
-        if self._waiting is not None:
-            os.close(self._waiting.events)
-            _end(self._waiting.process, 0.0)
-            self._waiting = None
+        while self._idle:
+            worker = self._idle.pop()
+            os.close(worker.events)
+            _end(worker.process, 0.0 if worker.fresh else 5.0)
 
     def run(self, job: Job, listener: Listener) -> Iterator[Record]:
-        """Runs one worker to its end and yields its records, then one for the case that it died at, if it died."""
-        worker, self._waiting = self._waiting or self._spawn(), None
+        """Has a worker do the job and yields its records, then one for the case that it died at, if it died."""
+        worker = self._idle.pop() if self._idle else self._spawn()
+        self.fresh = worker.fresh
         return self._visit(worker, job, listener)
 
     def _visit(self, worker: _Worker, job: Job, listener: Listener) -> Iterator[Record]:
         log_start = self._log.stat().st_size
         visit = Visit()
         cases = {case.key: case for case in job.cases}
-        patience = 0.0  # an interruption or a time-out kills it at once
+        well = True
+        code, patience = 0, 0.0  # an interruption or a time-out kills it at once
         try:
             _send(worker.process, job)
             for event in _events(worker.events, worker.process, self._timeout):
@@ -196,14 +204,22 @@ class Workers:
                     record = Record.from_json(event["record"])
                     if record.case.key in cases and record.case not in visit.recorded:  # a forked child repeats them
                         visit.recorded.add(record.case)
+                        well = well and record.status in NEUTRAL_STATUSES
                         yield record
                 elif event["event"] == "done":
                     visit.done = True
+                    visit.again = well and len(visit.recorded) == len(cases) and event.get("again") is True
+                    patience = 30.0
+                    break
             else:
                 patience = 30.0
         finally:
-            os.close(worker.events)
-            code = _end(worker.process, patience)
+            if visit.again:
+                worker.fresh = False
+                self._idle.append(worker)
+            else:
+                os.close(worker.events)
+                code = _end(worker.process, patience)
         if not visit.done:
             yield from self._records_of_a_death(job, visit, code, log_start)
 
@@ -229,6 +245,8 @@ class Workers:
             visit.status, visit.ended = _explain_exit(code)
         if code == EXIT_START_AFRESH and visit.recorded:
             return  # it has recorded the case that spoilt it and gave up: the rest gets a fresh worker
+        if visit.current is None and not self.fresh:
+            return  # no case of this job can be blamed: all get a fresh worker
         blamed = [visit.current] if visit.current else list(job.cases)
         tail = _last_lines(self._log, log_start)
         for case in blamed:
@@ -236,11 +254,13 @@ class Workers:
                 yield Record(case, visit.status, _now(), reason=f"{visit.ended} during {visit.phase!r}{tail}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Worker:
     process: subprocess.Popen[bytes]
     events: int
     """The file descriptor to read its events from."""
+    fresh: bool = True
+    """It has done no job yet."""
 
 
 def _worker_environment(device: str) -> dict[str, str]:
@@ -259,8 +279,8 @@ def _worker_environment(device: str) -> dict[str, str]:
 def _send(process: subprocess.Popen[bytes], job: Job) -> None:
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # if it died at once, its exit code tells
-        process.stdin.write(json.dumps(job.to_json()).encode())
-        process.stdin.close()
+        process.stdin.write(json.dumps(job.to_json()).encode() + b"\n")
+        process.stdin.flush()
 
 
 def _events(descriptor: int, process: subprocess.Popen[bytes], timeout: float) -> Iterator[dict[str, Any] | None]:
@@ -290,7 +310,10 @@ def _events(descriptor: int, process: subprocess.Popen[bytes], timeout: float) -
 
 
 def _end(process: subprocess.Popen[bytes], wait: float) -> int:
-    """Waits for the worker to end by itself, then kills whatever is left of it and of its children."""
+    """Gives the worker no more jobs, waits for it to end by itself, then kills what is left of it and its children."""
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(wait)
     with suppress(ProcessLookupError):
@@ -326,6 +349,9 @@ def _last_lines(log: Path, start: int, limit: int = 300) -> str:
 
 # One sweep -----------------------------------------------------------------------------------------------------------
 
+_PERHAPS_INHERITED = frozenset({"failed", "timeout", "oom"})
+"""Outcomes that a process can owe to what happened in it before, at another shape; a wrong result is a verdict."""
+
 
 def run_sweep(
     sweep: Sweep,
@@ -357,22 +383,30 @@ def run_sweep(
             listener.record(record)
         left = [case for case in sweep.cases if case not in result]
         visits = deque(list(group) for _, group in itertools.groupby(left, key=lambda case: case.shape_key))
+        broken: set[tuple[str, str]] = set()  # what has failed in a fresh worker is not doubted again
+        asked = time.time()
         while visits:
             cases = visits.popleft()
-            records = workers.run(Job(tuple(cases), device, sweep.config.measure, time.time()), listener)
+            records = workers.run(Job(tuple(cases), device, sweep.config.measure, asked), listener)
             if visits:
                 workers.hold_ready()
             alone: list[list[Case]] = []
             for record in records:
+                asked = time.time()
+                who = (record.case.provider, record.case.direction)
+                if record.status in _PERHAPS_INHERITED and not workers.fresh and who not in broken:
+                    continue  # it stays unmeasured, for a fresh worker
                 if record.status == "oom" and len(cases) > 1:
                     alone.append([record.case])  # beside others it found too little memory: it gets another chance
                     continue
+                if record.status in _PERHAPS_INHERITED:
+                    broken.add(who)
                 record = _completed(record, result, folder)
                 log.append(record)
                 result[record.case] = record
                 listener.record(record)
             unmeasured = [case for case in cases if case not in result and [case] not in alone]
-            if len(unmeasured) == len(cases):
+            if len(unmeasured) == len(cases) and workers.fresh:
                 raise SweepStoppedError(f"a worker ended without a word; see {folder.root / 'worker.log'}")
             visits.extendleft(reversed([*([unmeasured] if unmeasured else []), *alone]))
         return list(result.values())

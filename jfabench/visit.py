@@ -1,7 +1,7 @@
 """One visit to a shape: builds inputs and oracle, checks every provider, then times those that are right.
 
-This is what a worker process does between reading its job and ending. It reports through a `Reporter` as it goes, so
-that what is known is kept if the process dies.
+This is what a worker process does with a job. It reports through a `Reporter` as it goes, so that what is known is
+kept if the process dies.
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ from jfabench.records import DIRECTIONS, Case, Direction, Measurement, Record, S
 
 @dataclass(frozen=True)
 class Job:
-    """Cases of one shape, to be measured on one device (`"cpu"`, `"cuda"` or `"cuda:N"`)."""
+    """Cases of one shape, to be measured on one device (`"cpu"`, `"cuda"` or `"cuda:N"`).
+
+    `asked` is when the sweep had nothing else left to do but this, in seconds since the epoch (0: unknown): what
+    passes until the visit begins is part of its overhead.
+    """
 
     cases: tuple[Case, ...]
     device: str
     policy: MeasurePolicy
-    spawned: float = 0.0
+    asked: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "cases": [case.to_json() for case in self.cases],
             "device": self.device,
             "policy": self.policy.model_dump(),
-            "spawned": self.spawned,
+            "asked": self.asked,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:
         cases = tuple(Case.from_json(case) for case in data["cases"])
-        return cls(cases, data["device"], MeasurePolicy.model_validate(data["policy"]), data["spawned"])
+        return cls(cases, data["device"], MeasurePolicy.model_validate(data["policy"]), data["asked"])
 
 
 class Reporter(Protocol):
@@ -64,11 +68,13 @@ class StartAfreshError(RuntimeError):
 def run_job(job: Job, report: Reporter) -> None:
     """Reports one record for each case of the job, as soon as it is known.
 
-    Raises `StartAfreshError` after the record of the case that made it necessary; the cases without a record need
-    another process.
+    Leaves the process as it was for the next job, as far as that is possible: no tensors, no memory held, torch's
+    settings put back. Raises `StartAfreshError` after the record of the case that made it necessary; the cases without
+    a record need another process.
     """
     with _stream_of(job):
         _Visit(job, report).run()
+    _free()
 
 
 @dataclass
@@ -110,6 +116,7 @@ class _Visit:
         for direction in directions:
             self._measure({case: ready.pop(case) for case in list(ready) if case.direction == direction})
             _require_device(self.kind)
+        restore_torch_settings(settings)
 
     def _finish(self, case: Case, status: Status, reason: str = "", **values: Any) -> None:
         overhead = self.report.overhead(case, len(self.job.cases))
@@ -154,9 +161,12 @@ class _Visit:
                 call = self.providers[case.provider].prepare(self.inputs, case.direction)
             if not isinstance(call, Call):
                 raise TypeError(f"prepare() must return a jfabench.operator.Call, not {type(call).__name__}")
+            self.report.phase(case, "first call")
+            with nvtx_range(f"first_call/{case.provider}/{case.direction}"):
+                kept = self._first_call(call)
             self.report.phase(case, "check")
             with nvtx_range(f"check/{case.provider}/{case.direction}"):
-                checks, doubts = self._check(call, case.direction)
+                checks, doubts = self._check(call, case.direction, kept)
         except Exception as error:
             self._finish(case, *describe_failure(error))
             del error
@@ -177,15 +187,12 @@ class _Visit:
             return None
         return call
 
-    def _check(self, call: Call, direction: Direction) -> tuple[tuple[TensorCheck, ...], list[str]]:
-        """Calls twice and compares the second results with the oracle's.
+    def _first_call(self, call: Call) -> dict[str, Any]:
+        """The call that may load, compile and tune: it is left undisturbed, and neither checked nor timed.
 
-        What is timed is never the first call: that one may compile and tune, and it is left undisturbed. Its results
-        are then overwritten and fresh memory is poisoned, so that neither a result kept from it nor an unwritten row
-        passes. Returns the comparisons, and what else is wrong.
+        Its results are overwritten, so that no later call can pass by returning them. What it returned is returned
+        where equal bits are promised.
         """
-        from jfabench.check import poisoned_allocations
-
         first = call.results(call.run())
         if not isinstance(first, Mapping):
             raise TypeError(f"results() must return a mapping of names to tensors, not {type(first).__name__}")
@@ -195,7 +202,17 @@ class _Visit:
         kept = {name: tensor.clone() for name, tensor in first.items()} if promised else {}
         for tensor in first.values():
             tensor.detach().fill_(float("nan"))
-        first.clear()  # a provider that kept it has it still; nobody else needs the memory
+        return kept
+
+    def _check(
+        self, call: Call, direction: Direction, kept: Mapping[str, Any]
+    ) -> tuple[tuple[TensorCheck, ...], list[str]]:
+        """Calls once more, into poisoned memory so that an unwritten row shows, and compares with the oracle.
+
+        Returns the comparisons, and what else is wrong; `kept` are the results that must be repeated to the bit.
+        """
+        from jfabench.check import poisoned_allocations
+
         with poisoned_allocations(like=tuple(self.expected.tensors.values())):
             raw = call.run()
             _synchronize(self.kind)
@@ -342,6 +359,15 @@ def _require_device(kind: str) -> None:
         _synchronize(kind)
     except Exception as error:
         raise StartAfreshError(str(error)) from None
+
+
+def bytes_left_behind(kind: str) -> int:
+    """Device memory that somebody still holds after a visit; libraries keep some for themselves."""
+    if kind == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.memory_allocated()
 
 
 def _free() -> None:

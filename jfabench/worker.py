@@ -1,18 +1,22 @@
-"""The process that visits one shape (see `jfabench.visit`), and what it says to the process that started it.
+"""The process that visits shapes (see `jfabench.visit`), and what it says to the process that started it.
 
-It reads a job (one JSON object) from standard input and writes events (one JSON object a line) to the file descriptor
-named on its command line; standard output and error stay free for whatever providers print. Events:
+It reads jobs (one JSON object a line) from standard input and writes events (one JSON object a line) to the file
+descriptor named on its command line; standard output and error stay free for whatever providers print. Events:
 
-    {"event": "phase", "case": <key or null>, "phase": "inputs" | "oracle" | "prepare" | "check" | "warmup" | "measure"}
+    {"event": "phase", "case": <key or null>, "phase": <name>}
     {"event": "record", "record": {...}}
-    {"event": "done"}
+    {"event": "done", "again": <whether it is fit for another job>}
+
+Phases are `inputs`, `oracle`, then for each case `prepare`, `first call` (which may load, compile and tune), `check`,
+then in turns `warmup` and `measure`, and `finish`; what comes before them is `start`.
 
 A phase is announced before it begins, so whoever reads the events knows what a worker that dies or hangs was doing.
+After `done` it waits for the next job, and ends when there is none: what takes seconds once in a process (importing
+torch and a provider's library, creating a CUDA context, loading and tuning kernels) then burdens the first job alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -21,13 +25,21 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from jfabench.records import Case, Record
-from jfabench.visit import Job, StartAfreshError, run_job
+from jfabench.visit import Job, StartAfreshError, bytes_left_behind, run_job
 
 EXIT_START_AFRESH = 75
 """The exit code of a worker that has recorded the case that spoilt it; a fresh one may go on with the rest."""
+
+MOST_LEFT_BEHIND = 2**30
+"""Bytes of device memory in use after a job beyond which a worker takes no other; libraries' workspaces take less."""
+
+WORTH_NAMING = 1.0
+"""Seconds from which the log names a phase of a single case."""
+
+_MEASURING = ("warmup", "measure")
 
 
 @dataclass
@@ -46,8 +58,8 @@ class Emitter:
     def record(self, record: Record) -> None:
         self._write({"event": "record", "record": record.to_json()})
 
-    def done(self) -> None:
-        self._write({"event": "done"})
+    def done(self, again: bool) -> None:
+        self._write({"event": "done", "again": again})
 
     def _account(self, following: tuple[str, Case | None]) -> None:
         now = time.time()
@@ -57,17 +69,23 @@ class Emitter:
     def overhead(self, case: Case, cases: int) -> float:
         """Seconds so far that were neither warm-up nor measured calls: the case's own, and its share of the common."""
         self._account(self.present)
-        own = sum(s for (phase, who), s in self.spent.items() if who == case and phase not in ("warmup", "measure"))
+        own = sum(s for (phase, who), s in self.spent.items() if who == case and phase not in _MEASURING)
         common = sum(s for (_, who), s in self.spent.items() if who is None)
         return own + common / cases
 
     def phases(self) -> str:
-        """The seconds of each phase, over all cases, for the log."""
+        """The seconds of each phase, over all cases, for the log; then what took long in a single case."""
         self._account(self.present)
         total: dict[str, float] = {}
         for (phase, _), seconds in self.spent.items():
             total[phase] = total.get(phase, 0.0) + seconds
-        return ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in total.items())
+        long = [
+            f"{phase} of {who.provider} {who.direction} {seconds:.2f} s"
+            for (phase, who), seconds in self.spent.items()
+            if who is not None and seconds >= WORTH_NAMING and phase not in _MEASURING
+        ]
+        text = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in total.items())
+        return f"{text} ({', '.join(long)})" if long else text
 
     def _write(self, event: Mapping[str, Any]) -> None:
         self.stream.write(json.dumps(event) + "\n")
@@ -91,36 +109,71 @@ def _limit_memory(kind: str) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (physical, physical))
 
 
-@contextlib.contextmanager
-def _events(descriptor: int) -> Iterator[Emitter]:
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        yield Emitter(stream)
+def _import_ahead() -> None:
+    """The slow imports: a worker that is started ahead of its job waits for it with these done, the GPU untouched.
 
+    torch imports its compiler, a thousand modules, when a dispatch mode is first at work, as one is in every check.
+    """
+    import torch
 
-def main(argv: Sequence[str]) -> int:
-    _die_with_parent()
-    # The slow imports first: a worker that is started ahead of its job waits for it with these done.
-    import jfabench.check
     import jfabench.measure  # noqa: F401
+    from jfabench.check import poisoned_allocations
 
-    job = Job.from_json(json.load(sys.stdin))
-    _limit_memory(job.device.split(":")[0])
-    with _events(int(argv[0])) as emit:
-        try:
-            emit.since = job.spawned or emit.since
-            run_job(job, emit)
-        except StartAfreshError as error:
-            print(f"a fresh worker is needed: {error}", file=sys.stderr)
-            sys.stderr.flush()
-            os._exit(EXIT_START_AFRESH)
-        emit.done()
-        print(f"{len(job.cases)} cases of {job.cases[0].operator}: {emit.phases()}")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        emit.stream.flush()
-        # Interpreter shutdown unloads CUDA modules one by one, seconds that belong to no case.
-        os._exit(0)
+    with poisoned_allocations():
+        torch.empty(1)
+
+
+def _jobs() -> Iterator[Job]:
+    """The jobs from standard input, which is taken away from everybody else: a provider might read it, too."""
+    descriptor = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    with os.fdopen(descriptor, encoding="utf-8") as lines:
+        for line in lines:
+            yield Job.from_json(json.loads(line))
+
+
+def _serve(job: Job, emit: Emitter) -> bool:
+    """Does the job; returns whether this process is fit for another one. Does not return if it must end at once."""
+    kind = job.device.split(":")[0]
+    _limit_memory(kind)
+    process = os.getpid()
+    emit.since = job.asked or emit.since
+    try:
+        run_job(job, emit)
+    except StartAfreshError as error:
+        print(f"a fresh worker is needed: {error}", file=sys.stderr)
+        _end(EXIT_START_AFRESH)
+    if os.getpid() != process:
+        _end(0)  # a provider forked, and this is the child: it has nothing to say
+    print(f"{len(job.cases)} cases of {job.cases[0].operator}: {emit.phases()}", flush=True)
+    left = bytes_left_behind(kind)
+    if left > MOST_LEFT_BEHIND:
+        print(f"{left} bytes of device memory are still in use: a fresh worker is needed for the next shape")
+    return left <= MOST_LEFT_BEHIND
+
+
+def _end(code: int) -> NoReturn:
+    """Ends at once: interpreter shutdown unloads CUDA modules one by one, seconds that belong to no case."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    _die_with_parent()
+    jobs = _jobs()
+    _import_ahead()
+    with os.fdopen(int(argv[0]), "w", encoding="utf-8") as stream:
+        for job in jobs:
+            emit = Emitter(stream)
+            again = _serve(job, emit)
+            emit.done(again)
+            if not again:
+                break
+        _end(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

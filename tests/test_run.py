@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,18 +93,20 @@ def scripted(tmp_path: Path, body: str) -> tuple[str, ...]:
         textwrap.dedent(
             """
             import json, os, signal, sys, time
-            job = json.load(sys.stdin)
             stream = os.fdopen(int(sys.argv[1]), "w")
             def send(**event):
                 stream.write(json.dumps(event) + "\\n"); stream.flush()
-            cases = job["cases"]
             def key(i):
                 return json.dumps(cases[i], sort_keys=True, separators=(",", ":"))
-            def record(i):
-                send(event="record", record={"case": cases[i], "status": "ok", "when": "", "schema": 1})
+            def record(i, status="ok"):
+                send(event="record", record={"case": cases[i], "status": status, "when": str(os.getpid()), "schema": 1})
+            def done():
+                send(event="done", again=True)
+            for turn, line in enumerate(sys.stdin):
+                cases = json.loads(line)["cases"]
             """
         )
-        + textwrap.dedent(body)
+        + textwrap.indent(textwrap.dedent(body), "    ")
     )
     return (sys.executable, str(script))
 
@@ -183,20 +186,57 @@ def test_a_worker_held_ready_gets_the_next_job_and_is_ended_when_there_is_none(
     workers = Workers("cuda", tmp_path / "worker.log", 20.0, command)
     workers.hold_ready()
     workers.hold_ready()
-    waiting = workers._waiting
-    assert waiting is not None
+    (waiting,) = workers._idle
     assert len(list(workers.run(job, Heard()))) == 3
     assert (tmp_path / "started").read_text().split() == [str(waiting.process.pid)]
     workers.hold_ready()
-    waiting = workers._waiting
-    assert waiting is not None
+    (waiting,) = workers._idle
     workers.close()
     assert waiting.process.returncode is not None
     first, second = workers.run(job, Heard()), workers.run(job, Heard())
     assert len([*first, *second]) == 6
     on_cpu = Workers("cpu", tmp_path / "worker.log", 20.0, command)
     on_cpu.hold_ready()
-    assert on_cpu._waiting is None
+    assert on_cpu._idle == []
+
+
+def test_a_worker_in_which_all_went_well_takes_the_next_job(tmp_path: Path) -> None:
+    command = scripted(tmp_path, "record(0); record(1, 'unsupported'); record(2)\ndone()")
+    workers = Workers("cuda", tmp_path / "worker.log", 20.0, command)
+    job = Job(small_sweep().cases[:3], "cpu", MeasurePolicy())  # type: ignore[call-arg]
+    processes = []
+    for fresh in (True, False, False):
+        records = list(workers.run(job, Heard()))
+        workers.hold_ready()
+        assert workers.fresh is fresh
+        processes += [record.when for record in records]
+    assert len(processes) == 9
+    assert len(set(processes)) == 1
+    (one,) = workers._idle
+    workers.close()
+    assert one.process.returncode == 0, "it has ended by itself"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "record(0); record(1, 'wrong'); record(2)\ndone()",
+        "record(0); record(1, 'failed'); record(2)\ndone()",
+        "record(0); record(2)\ndone()",
+        "record(0); record(1); record(2)\nsend(event='done', again=False)",
+        "record(0); record(1); record(2)\nsend(event='done')",
+        "record(0); record(1); record(2)\nos._exit(1)",
+    ],
+    ids=["wrong", "failed", "silent", "unfit", "does not say", "dies"],
+)
+def test_no_other_worker_does(tmp_path: Path, body: str) -> None:
+    workers = Workers("cuda", tmp_path / "worker.log", 20.0, scripted(tmp_path, body))
+    job = Job(small_sweep().cases[:3], "cpu", MeasurePolicy())  # type: ignore[call-arg]
+    first = {record.when for record in workers.run(job, Heard()) if record.when.isdigit()}
+    assert workers._idle == []
+    second = {record.when for record in workers.run(job, Heard()) if record.when.isdigit()}
+    assert workers.fresh
+    assert first.isdisjoint(second)
 
 
 # A sweep, with scripted workers --------------------------------------------------------------------------------------
@@ -205,6 +245,7 @@ def test_a_worker_held_ready_gets_the_next_job_and_is_ended_when_there_is_none(
 class FakeWorkers:
     def __init__(self, run: Callable[[Job], Iterator[Record]]) -> None:
         self._run = run
+        self.fresh = True
         self.closed = False
         self.held = 0
 
@@ -275,6 +316,112 @@ def test_a_case_that_lacked_memory_beside_others_is_tried_alone(tmp_path: Path) 
     assert jobs == [6, 1, 1]
     assert [r.case.direction for r in records if r.status == "oom"] == ["bwd"]
     assert len(read_records(tmp_path / "out" / "records.jsonl").records) == 6
+
+
+def two_shapes(tmp_path: Path, body: str, timeout: float = 20.0) -> tuple[list[Record], list[str], Workers]:
+    """A sweep over two shapes of six cases each; what the worker printed; the workers."""
+    (tmp_path / "out").mkdir()
+    log = tmp_path / "out" / "worker.log"
+    workers = Workers("cuda", log, timeout, scripted(tmp_path, "print(len(cases), flush=True)\n" + body))
+    records = run_sweep(
+        load_sweep("jagged.yaml", "cpu", settings=["lengths.max_len=64", "lengths.fill=[0.5,0.9]"]),
+        ResultFolder(tmp_path / "out"),
+        device="cpu",
+        command_line="test",
+        summaries={},
+        listener=Heard(),
+        workers=workers,
+    )
+    return records, log.read_text().split(), workers
+
+
+def test_both_shapes_are_done_by_one_worker(tmp_path: Path) -> None:
+    records, jobs, workers = two_shapes(tmp_path, "for i in range(6): record(i)\ndone()")
+    assert jobs == ["6", "6"]
+    assert len({record.when for record in records}) == 1
+    assert workers._idle == []
+
+
+@pytest.mark.parametrize(
+    ("failing", "rest"),
+    [
+        ("record(2, 'failed')", "1"),
+        ("record(2, 'oom')", "1"),
+        ("send(event='phase', case=key(2), phase='check'); os.kill(os.getpid(), signal.SIGSEGV)", "4"),
+        ("send(event='phase', case=key(2), phase='check'); time.sleep(60)", "4"),
+        ("send(event='phase', case=None, phase='oracle'); sys.exit(3)", "4"),
+    ],
+    ids=["raises", "lacks memory", "crashes", "hangs", "crashes before any case"],
+)
+def test_what_fails_in_a_used_worker_is_repeated_in_a_fresh_one(tmp_path: Path, failing: str, rest: str) -> None:
+    body = f"""
+        for i in range(len(cases)):
+            if turn == 1 and i == 2:
+                {failing}
+            else:
+                record(i)
+        done()
+    """
+    records, jobs, _ = two_shapes(tmp_path, textwrap.dedent(body), timeout=3.0)
+    assert jobs == ["6", "6", rest]
+    assert [record.status for record in records] == ["ok"] * 12
+    assert len({record.case for record in records}) == 12
+    assert len({record.when for record in records}) == 2
+
+
+def test_a_case_that_fails_in_a_fresh_worker_too_has_failed(tmp_path: Path) -> None:
+    body = "hits = cases[0]['params']['lengths']['fill'] == 0.9\nfor i in range(len(cases)):\n"
+    body += "    broken = hits and cases[i]['provider'] == 'triton_jfa' and cases[i]['direction'] == 'bwd'\n"
+    body += "    record(i, 'failed' if broken else 'ok')\ndone()"
+    records, jobs, _ = two_shapes(tmp_path, body)
+    assert jobs == ["6", "6", "1"]
+    assert sorted(record.status for record in records) == ["failed"] + ["ok"] * 11
+
+
+def test_what_has_failed_in_a_fresh_worker_is_not_doubted_again(tmp_path: Path) -> None:
+    """A provider that hangs at every shape costs one time-out for each."""
+    body = """
+        for i in range(len(cases)):
+            if cases[i]['provider'] == 'triton_jfa' and cases[i]['direction'] == 'bwd':
+                send(event='phase', case=key(i), phase='check'); time.sleep(60)
+            record(i)
+        done()
+    """
+    records, jobs, _ = two_shapes(tmp_path, textwrap.dedent(body), timeout=2.0)
+    assert sorted(record.status for record in records) == ["ok"] * 10 + ["timeout"] * 2
+    assert len(jobs) <= 4
+
+
+def test_a_wrong_result_in_a_used_worker_is_a_verdict(tmp_path: Path) -> None:
+    body = "for i in range(6): record(i, 'wrong' if turn and i == 4 else 'ok')\ndone()"
+    records, jobs, _ = two_shapes(tmp_path, body)
+    assert jobs == ["6", "6"]
+    assert sorted(record.status for record in records) == ["ok"] * 11 + ["wrong"]
+
+
+def test_a_worker_that_died_while_it_waited_costs_no_case(tmp_path: Path) -> None:
+    body = "for i in range(6): record(i)\nif turn == 0 and cases[0]['params']['lengths']['fill'] == 0.5:\n"
+    body += "    done(); os._exit(1)\ndone()"
+    records, jobs, _ = two_shapes(tmp_path, body)
+    assert jobs == ["6", "6"]
+    assert [record.status for record in records] == ["ok"] * 12
+    assert len({record.when for record in records}) == 2
+
+
+def test_nothing_between_two_visits_goes_uncounted(tmp_path: Path) -> None:
+    """A job was asked for when the last record of the one before came."""
+    jobs: list[Job] = []
+
+    def worker(job: Job) -> Iterator[Record]:
+        jobs.append(job)
+        yield from map(ok, job.cases[:4])
+        before.append(time.time())
+        time.sleep(0.2)
+
+    before: list[float] = []
+    start(tmp_path, worker)
+    assert [len(job.cases) for job in jobs] == [6, 2]
+    assert jobs[1].asked <= before[0]
 
 
 def test_a_folder_of_a_newer_jfabench_is_refused(tmp_path: Path) -> None:
