@@ -79,7 +79,7 @@ def test_dry_run_prints_the_cases_and_measures_nothing(tmp_path: Path, capsys: p
 def test_list_names_every_provider_and_how_to_get_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == cli.OK
     text = capsys.readouterr().out
-    for name in ("reference", "sdpa_padded", "torch_varlen", "triton_jfa", "fa3", "fa4", "fa4_kernel"):
+    for name in ("reference", "sdpa_padded", "torch_varlen", "triton_jfa", "tlx_jfa", "fa3", "fa4", "fa4_kernel"):
         assert name in text
     assert "jagged.yaml" in text
 

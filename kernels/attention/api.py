@@ -15,6 +15,7 @@ HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 MAX_ROWS = 2**31 - 1
+KERNELS = ("auto", "tlx", "triton")
 
 
 def jagged_flash_attention(
@@ -31,13 +32,16 @@ def jagged_flash_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     validate: bool = False,
+    kernels: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over packed sequences: per sequence ``b``, ``softmax(sm_scale * Q_b K_b^T + mask) V_b``.
 
     Sequence ``b`` owns rows ``k_offsets[b]:k_offsets[b + 1]`` of ``k`` and ``v``. Any sequence may be empty. A query
     that sees no key gives a zero output row and ``lse = -inf``, and contributes nothing to any gradient. Differentiable
     in ``q``, ``k`` and ``v`` (any subset of them), usable under ``torch.compile`` and CUDA-graph capture. Does not wait
-    for the device, except with ``validate``, and to time a few configurations on the first call of a new kind.
+    for the device, except with ``validate``, and to time a few configurations on the first call of a new kind, for 20
+    seconds at most. The choice is kept on disk for other processes, in ``JFABENCH_CACHE_DIR`` or ``~/.cache/jfabench``;
+    ``JFABENCH_TUNE=0`` takes fixed configurations instead.
 
     Args:
         q: ``[total_q, H, D]`` packed queries, or ``[M, H, D]`` with ``broadcast_q``. bfloat16 or float16, contiguous.
@@ -57,6 +61,8 @@ def jagged_flash_attention(
             results repeat within a process.)
         return_lse: also return the log-sum-exp of the scores.
         validate: check the values of the offsets. Synchronises with the device; for debugging.
+        kernels: ``"tlx"`` (warp-specialised, for Hopper), ``"triton"`` (plain Triton, everywhere), or ``"auto"``: TLX
+            where it can run, else plain Triton, which a line in the log says once.
 
     Returns:
         ``out``, ``[total_q, H, D]`` or ``[B * M, H, D]`` with ``broadcast_q``, in the dtype of ``q``; with
@@ -65,7 +71,8 @@ def jagged_flash_attention(
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device, layout or value; the message names it.
-        RuntimeError: the tensors are on the CPU and Triton's interpreter is not enabled.
+        RuntimeError: the tensors are on the CPU and Triton's interpreter is not enabled, or ``kernels="tlx"`` cannot
+            run here; the message has the reason and the remedy.
 
     The gradients are those of FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691, section 3.1).
     """
@@ -92,8 +99,11 @@ def jagged_flash_attention(
     if not 0 < sm_scale < math.inf:
         _reject("sm_scale", "a positive finite number", sm_scale)
 
+    if kernels not in KERNELS:
+        _reject("kernels", f"one of {', '.join(map(repr, KERNELS))}", repr(kernels))
+
     right = 0 if causal else right
-    out, lse = jagged_attention(q, k, v, k_offsets, q_offsets, sm_scale, left, right, deterministic)
+    out, lse = jagged_attention(q, k, v, k_offsets, q_offsets, sm_scale, left, right, deterministic, kernels)
     return (out, lse) if return_lse else out
 
 

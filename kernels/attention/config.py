@@ -1,8 +1,10 @@
-"""Block shapes and launch parameters: the candidates per kernel, and which of them a device can hold."""
+"""Plain Triton: the configurations of each kernel, which of them a device can hold, and which is the default."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from .kinds import Kind
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,6 @@ class Config:
     num_stages: int
 
 
-# The first candidate that fits is the default; the others are tried when a kind of problem is first met on a GPU.
 # Chosen on an H200 from those listed in NOTES.md.
 CANDIDATES = {
     "forward": (
@@ -54,3 +55,21 @@ def shared_bytes(kernel: str, config: Config, head_dim: int) -> int:
 def fits(kernel: str, config: Config, head_dim: int, shared_limit: int) -> bool:
     """Whether a device with ``shared_limit`` bytes of shared memory per program can run ``config``."""
     return shared_bytes(kernel, config, head_dim) <= shared_limit
+
+
+def default(kind: Kind) -> Config:
+    """The configuration that serves where none may be timed: the fastest of the measured case that is most alike."""
+    first, *others = CANDIDATES[kind.kernel]
+    if kind.kernel == "dq":
+        small, narrow = others
+        if kind.broadcast and kind.mean_k < 64:
+            return small
+        if not kind.broadcast and kind.mean_k <= 1024:
+            return narrow
+    return first
+
+
+def candidates(kind: Kind, shared_limit: int) -> tuple[Config, ...]:
+    """All configurations that fit the device, the default first."""
+    ordered = sorted(CANDIDATES[kind.kernel], key=lambda config: config != default(kind))
+    return tuple(config for config in ordered if fits(kind.kernel, config, kind.head_dim, shared_limit))

@@ -1,7 +1,8 @@
 """The registered operators: what torch's dispatcher, autograd and compiler know about the kernels.
 
-``q_offsets`` is None for broadcast queries. Arguments have been checked by :mod:`.api`. The kernels are imported when
-first run, so that fake tensors need neither a GPU nor Triton.
+``q_offsets`` is None for broadcast queries; ``kernels`` is the family, as :func:`.launch.launcher` takes it. Arguments
+have been checked by :mod:`.api`. The kernels are imported when first run, so that fake tensors need neither a GPU nor
+Triton.
 """
 
 from typing import Any
@@ -21,16 +22,21 @@ def jagged_attention(
     window_left: int,
     window_right: int,
     deterministic: bool,
+    kernels: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """``out`` ``[rows, H, D]`` and ``lse`` ``[H, rows]``."""
-    from .launch import forward, make_problem
+    from .launch import launcher
+    from .problem import make_problem
 
+    family = launcher(kernels, q.device)
     window = (window_left, window_right)
-    return forward(make_problem(q, k, v, k_offsets, q_offsets, sm_scale, window, deterministic))
+    return family.forward(make_problem(q, k, v, k_offsets, q_offsets, sm_scale, window, deterministic))
 
 
 @jagged_attention.register_fake
-def _(q, k, v, k_offsets, q_offsets, sm_scale, window_left, window_right, deterministic):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    q, k, v, k_offsets, q_offsets, sm_scale, window_left, window_right, deterministic, kernels="auto"
+):
     total, heads, head_dim = q.shape
     rows = total if q_offsets is not None else total * (k_offsets.shape[0] - 1)
     return q.new_empty((rows, heads, head_dim)), q.new_empty((heads, rows), dtype=torch.float32)
@@ -50,16 +56,19 @@ def jagged_attention_backward(
     window_left: int,
     window_right: int,
     deterministic: bool,
+    kernels: str,
     need_dq: bool,
     need_dkdv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dq``, ``dk``, ``dv``, shaped like ``q``, ``k``, ``v``; those not needed are empty."""
-    from .launch import backward, make_problem
+    from .launch import launcher
+    from .problem import make_problem
 
+    family = launcher(kernels, q.device)
     window = (window_left, window_right)
     problem = make_problem(q, k, v, k_offsets, q_offsets, sm_scale, window, deterministic)
     # Autograd may hand over an expanded or transposed gradient; the kernels read packed rows.
-    grads = backward(problem, out, lse, dout.contiguous(), need_dq=need_dq, need_dkdv=need_dkdv)
+    grads = family.backward(problem, out, lse, dout.contiguous(), need_dq=need_dq, need_dkdv=need_dkdv)
     dq, dk, dv = (q.new_empty(0) if grad is None else grad for grad in grads)
     return dq, dk, dv
 
@@ -78,6 +87,7 @@ def _(  # type: ignore[no-untyped-def]
     window_left,
     window_right,
     deterministic,
+    kernels,
     need_dq,
     need_dkdv,
 ):
@@ -96,7 +106,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _gradients(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     need_q, need_k, need_v = ctx.needs_input_grad[:3]
     dq, dk, dv = jagged_attention_backward(dout, *ctx.saved_tensors, *ctx.settings, need_q, need_k or need_v)
-    return (dq if need_q else None, dk if need_k else None, dv if need_v else None, *[None] * 6)
+    return (dq if need_q else None, dk if need_k else None, dv if need_v else None, *[None] * 7)
 
 
 jagged_attention.register_autograd(_gradients, setup_context=_save_for_backward)

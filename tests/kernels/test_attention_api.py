@@ -61,6 +61,8 @@ REFUSED = [
     ({"window": (-2, 0)}, r"window: expected two ints .*, got \(-2, 0\)"),
     ({"window": (1.0, 0)}, r"window: expected two ints .*, got \(1.0, 0\)"),
     ({"sm_scale": 0.0}, "sm_scale: expected a positive finite number, got 0.0"),
+    ({"kernels": "cuda"}, "kernels: expected one of 'auto', 'tlx', 'triton', got 'cuda'"),
+    ({"kernels": None}, "kernels: expected one of 'auto', 'tlx', 'triton', got None"),
     ({"sm_scale": float("nan")}, "sm_scale: expected a positive finite number, got nan"),
     ({"k_offsets": torch.tensor([1, 4, 9]), "validate": True}, "k_offsets: expected a first entry of 0, got 1"),
     ({"k_offsets": torch.tensor([0, 4, 8]), "validate": True}, "k_offsets: expected a last entry of 9, .*, got 8"),
@@ -93,11 +95,13 @@ def test_cpu_tensors_without_the_interpreter_get_one_clear_sentence() -> None:
         jagged_flash_attention(**arguments())
 
 
+@pytest.mark.parametrize("kernels", ["auto", "tlx", "triton"])
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_shapes_under_fake_tensors(broadcast: bool) -> None:
+def test_shapes_under_fake_tensors(broadcast: bool, kernels: str) -> None:
     """What torch.compile and meta-device models see; needs neither a GPU nor Triton."""
     with FakeTensorMode():
         given = arguments(q_offsets=None, broadcast_q=True) if broadcast else arguments()
+        given["kernels"] = kernels
         for name in "qkv":
             given[name].requires_grad_()
         out, lse = jagged_flash_attention(**given, return_lse=True)

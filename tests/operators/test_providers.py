@@ -292,7 +292,7 @@ def test_a_gpu_that_cannot_be_asked_is_not_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_names_and_summaries() -> None:
-    expected = {"reference", "sdpa_padded", "torch_varlen", "triton_jfa", "fa4", "fa4_kernel", "fa3"}
+    expected = {"reference", "sdpa_padded", "torch_varlen", "triton_jfa", "tlx_jfa", "fa4", "fa4_kernel", "fa3"}
     assert expected <= set(PROVIDERS)
     for name in expected:
         assert PROVIDERS[name].name == name

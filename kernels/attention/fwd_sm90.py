@@ -1,0 +1,360 @@
+"""Forward kernel for Hopper (TLX): persistent, warp specialised, an online softmax between two asynchronous matmuls.
+
+Roles of a program, which walks over tiles of ``CONSUMERS`` x 64 queries of one head:
+
+- the loader brings Q, K and V into rings of shared memory by TMA, running ahead of the tile that is computed;
+- each consumer, a warp group, owns 64 queries. ``S = Q K^T`` of the next block of keys runs on the tensor cores beside
+  ``O += P V`` of the present one and the softmax between them. Two consumers take turns (``PINGPONG``), so that one
+  computes exponentials while the other multiplies. ``O`` leaves through shared memory by an asynchronous TMA store,
+  which the next tile hides.
+
+A tile visits the blocks of keys that cross an edge first, from the end of the sequence backwards, then those that every
+query sees whole and that need no mask. So only the first block can hold rows of a neighbour. The recurrence is that of
+FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1); taking turns and overlapping the matmuls
+with the softmax is FlashAttention-3's scheme (Shah et al., 2024, https://arxiv.org/abs/2407.08608, section 3).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+from triton.language.core import _aggregate as aggregate
+
+from .blocks import clip_to_window, store_rows, visible_span
+from .pipeline import Ring, make_ring
+from .softmax import LN2, NEG_INF, online_softmax
+from .tiles import load_tile
+from .walk import start_walk
+
+ROWS = tl.constexpr(64)  # queries of a consumer: the rows of one warp group's matmul
+
+TURN = tl.constexpr(9)  # named barrier, and 10: whose turn it is to issue matmuls. Triton itself uses the first ones.
+BOTH = tl.constexpr(256)  # threads of two consumers
+
+
+@aggregate
+class Buffers:
+    """Shared memory. A slot of Q holds a block of 64 queries for each consumer."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    out: tlx.buffered_tensor  # [64, D] for each consumer
+    cleared: tlx.mbarrier  # the first block of V of the next tile holds no neighbour's rows any more
+
+
+@aggregate
+class Consumer:
+    """Which of the consumers this is, of how many, and whether they take turns."""
+
+    index: tl.constexpr
+    count: tl.constexpr
+    alternate: tl.constexpr
+
+    @triton.jit
+    def wait_turn(self):
+        if self.alternate:
+            tlx.named_barrier_wait(TURN + self.index, BOTH)
+
+    @triton.jit
+    def pass_turn(self):
+        if self.alternate:
+            tlx.named_barrier_arrive(TURN + 1 - self.index, BOTH)
+
+
+@aggregate
+class Task:
+    """One tile: some queries of one head against the keys of one sequence."""
+
+    head: tl.tensor
+    first: tl.tensor  # first query, in its sequence
+    q_len: tl.tensor
+    k_len: tl.tensor
+    out_start: tl.tensor
+
+    @triton.jit
+    def keys(self, window, BLOCK_M: tl.constexpr, STEP: tl.constexpr):
+        """The blocks of ``STEP`` keys that some of its ``BLOCK_M`` queries see."""
+        first = self.first + self.k_len - self.q_len
+        begin, inner, tail, end = visible_span(first, self.k_len, window[0], window[1], BLOCK_M, STEP)
+        return Blocks(begin, inner, tail, end, STEP)
+
+
+@aggregate
+class Blocks:
+    """A :func:`visible_span` in the order in which it is visited: edges first."""
+
+    begin: tl.tensor
+    inner: tl.tensor
+    tail: tl.tensor
+    end: tl.tensor
+    STEP: tl.constexpr
+
+    @triton.jit
+    def trailing(self):
+        return (self.end - self.tail + self.STEP - 1) // self.STEP
+
+    @triton.jit
+    def edges(self):
+        """Number of those that cross an edge of the window or of the sequence."""
+        return self.trailing() + (self.inner - self.begin) // self.STEP
+
+    @triton.jit
+    def count(self):
+        """Number of all; at least one, which is then masked whole."""
+        return tl.maximum(self.edges() + (self.tail - self.inner) // self.STEP, 1)
+
+    @triton.jit
+    def key(self, index):
+        """First key of the ``index``-th: edges from the end backwards, then from the begin on, then the rest."""
+        trailing, edges = self.trailing(), self.edges()
+        edge = tl.where(
+            index < trailing,
+            self.tail + (trailing - 1 - index) * self.STEP,
+            self.begin + (index - trailing) * self.STEP,
+        )
+        return tl.where(index < edges, edge, self.inner + (index - edges) * self.STEP)
+
+
+@triton.jit
+def _task(walk, i, BLOCK_M: tl.constexpr):
+    """The ``i``-th tile of the walk, and where its rows start: ``task, q_start, k_start``."""
+    tile, head = walk.at(i)
+    block, q_start, q_len, k_start, k_len, out_start = load_tile(walk.tiles, tile)
+    return Task(head, block * BLOCK_M, q_len, k_len, out_start), q_start, k_start
+
+
+@triton.jit
+def _load(buffers, q, k, v, walk, window, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr):
+    BLOCK_N: tl.constexpr = buffers.k.tiles.shape[0]
+    steps = 0
+    task, q_start, k_start = _task(walk, 0, BLOCK_M)
+    for i in range(walk.count):
+        # A tile ahead, so that what the list says is there when it is needed.
+        next_task, next_q_start, next_k_start = _task(walk, i + 1, BLOCK_M)
+        column = task.head // GROUP * D
+        buffers.q.acquire(i)
+        buffers.q.load(i, q, q_start + task.first, task.head * D)
+        keys = task.keys(window, BLOCK_M, BLOCK_N)
+        for j in range(keys.count()):
+            row = k_start + keys.key(j)
+            buffers.k.acquire(steps)
+            buffers.k.load(steps, k, row, column)
+            buffers.v.acquire(steps)
+            buffers.v.load(steps, v, row, column)
+            steps += 1
+        task, q_start, k_start = next_task, next_q_start, next_k_start
+
+
+@triton.jit
+def _clear_chunk(tile, first, length, ROW: tl.constexpr):
+    """Zero the absent rows among 16 from ``ROW`` on: they pass through registers, of which few are free."""
+    chunk = tlx.local_slice(tile, [ROW, 0], [16, tile.shape[1]])
+    rows = tlx.local_load(chunk)
+    exists = first + ROW + tl.arange(0, 16) < length
+    # An ordinary store to a matmul's buffer makes the compiler put a fence before every matmul that reads it, also in
+    # the loop. One through the cluster's window, to this program itself, does not, and the caller has a fence.
+    tlx.remote_shmem_store(chunk, tl.where(exists[:, None], rows, tl.zeros_like(rows)), tlx.cluster_cta_rank())
+
+
+@triton.jit
+def _clear_absent(buffers, step, first, length, me):
+    """Zero the rows of a block of V, of keys from ``first`` on, that lie beyond the sequence's ``length``.
+
+    They are a neighbour's, and 0 * NaN is NaN. The consumers share the work and wait for each other at ``cleared``.
+    """
+    tile = buffers.v.tile(step, 0)
+    SHARE: tl.constexpr = tile.shape[0] // me.count
+    for chunk in tl.static_range(SHARE // 16):
+        if first + me.index * SHARE + 16 * (chunk + 1) > length:
+            _clear_chunk(tile, first, length, me.index * SHARE + 16 * chunk)
+    tlx.fence("async_shared")
+    tlx.barrier_arrive(buffers.cleared[0], 1)
+
+
+@triton.jit
+def _scores(buffers, i, step, me):
+    """Start ``Q K^T`` ``[64, BLOCK_N]``."""
+    return tlx.async_dot(buffers.q.tile(i, me.index), tlx.local_trans(buffers.k.tile(step, 0)))
+
+
+@triton.jit
+def _partial_sums(p):
+    """Sums ``[M, 8]`` of every eighth column of ``p`` ``[M, N]``: one thread holds what is added, so nothing moves."""
+    return tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
+
+
+@triton.jit
+def _mask(scores, task, row, first, window):
+    key = (first + tl.arange(0, scores.shape[1]))[None, :]
+    facing = (row + task.k_len - task.q_len + tl.arange(0, scores.shape[0]))[:, None]
+    return tl.where(clip_to_window(key < task.k_len, facing, key, window[0], window[1]), scores, NEG_INF)
+
+
+@triton.jit
+def _overlapped_step(state, buffers, i, step, place, rules, me, EDGE: tl.constexpr):
+    """``S`` of block ``step`` beside ``O += P V`` of the one before, then the softmax of ``S``.
+
+    ``state`` is ``acc [64, D], p [64, BLOCK_N], peak [64], total [64, 8]``, ``place`` the task, the consumer's first
+    query and the block's first key.
+    """
+    acc, p, peak, total = state
+    window, scale_log2 = rules
+    v = buffers.v.tile(step - 1, 0)
+    buffers.k.wait(step)
+    me.wait_turn()
+    scores = _scores(buffers, i, step, me)
+    buffers.v.wait(step - 1)
+    acc = tlx.async_dot(p.to(v.type.element_ty), v, acc)
+    me.pass_turn()
+    scores = tlx.async_dot_wait(1, scores)
+    buffers.k.release(step)
+    if EDGE:
+        scores = _mask(scores, place[0], place[1], place[2], window)
+    probabilities, peak, decay = online_softmax(scores, peak, scale_log2, GUARDED=EDGE)
+    total = total * decay[:, None] + _partial_sums(probabilities)
+    acc = tlx.async_dot_wait(0, acc)
+    buffers.v.release(step - 1)
+    return acc * decay[:, None], probabilities.to(p.dtype), peak, total
+
+
+@triton.jit
+def _attend(buffers, walk, outputs, rules, me, D: tl.constexpr, WHOLE_TILES: tl.constexpr, LATE: tl.constexpr):
+    """A consumer. ``outputs`` is what :func:`_finish` writes to, ``rules`` are the window and the scale of scores."""
+    BLOCK_M: tl.constexpr = me.count * ROWS
+    BLOCK_N: tl.constexpr = buffers.k.tiles.shape[0]
+    window, scale_log2 = rules
+    if me.index == 1:
+        me.pass_turn()  # the first turn is consumer 0's
+    steps = 0
+    task, _, _ = _task(walk, 0, BLOCK_M)
+    some = walk.count > 0
+    buffers.q.wait_if(some, 0)
+    buffers.k.wait_if(some, 0)
+    me.wait_turn()
+    scores = _scores(buffers, 0, 0, me)
+    me.pass_turn()
+    buffers.v.wait_if(some, 0)
+    _clear_absent(buffers, 0, task.keys(window, BLOCK_M, BLOCK_N).key(0), task.k_len, me)
+    scores = tlx.async_dot_wait(0, scores)
+    # Hoisted out of these loops, addresses would take registers that there are none of.
+    for i in tl.range(0, walk.count, disable_licm=True):
+        buffers.k.release(steps)
+        next_task = _task(walk, i + 1, BLOCK_M)[0]
+        keys = task.keys(window, BLOCK_M, BLOCK_N)
+        count = keys.count()
+        row = task.first + me.index * ROWS
+        scores = _mask(scores, task, row, keys.key(0), window)
+        peak = tl.full([ROWS], NEG_INF, tl.float32)
+        p, peak = online_softmax(scores, peak, scale_log2, GUARDED=True)[0:2]
+        total = _partial_sums(p)
+        if not LATE:
+            p = p.to(buffers.v.tiles.type.element_ty)
+        acc = tl.zeros([ROWS, D], tl.float32)
+        tlx.barrier_wait(buffers.cleared[0], i & 1)
+
+        bulk = 1
+        if window[0] is not None or window[1] is not None:
+            for j in tl.range(1, keys.edges(), disable_licm=True):
+                place = (task, row, keys.key(j))
+                state = (acc, p, peak, total)
+                acc, p, peak, total = _overlapped_step(state, buffers, i, steps + j, place, rules, me, EDGE=True)
+            bulk = tl.maximum(keys.edges(), 1)
+        for j in tl.range(bulk, count, disable_licm=True):
+            state = (acc, p, peak, total)
+            acc, p, peak, total = _overlapped_step(state, buffers, i, steps + j, None, rules, me, EDGE=False)
+        buffers.q.release(i)
+        steps += count
+
+        # The next tile's first scores are computed while this one is finished. After the last tile there is nothing
+        # to wait for, and what is computed from old data is not used: cheaper than a branch around a matmul.
+        more = i + 1 < walk.count
+        v = buffers.v.tile(steps - 1, 0)
+        buffers.v.wait(steps - 1)
+        buffers.q.wait_if(more, i + 1)
+        buffers.k.wait_if(more, steps)
+        me.wait_turn()
+        acc = tlx.async_dot(p.to(v.type.element_ty), v, acc)
+        scores = _scores(buffers, i + 1, steps, me)
+        me.pass_turn()
+        buffers.v.wait_if(more, steps)
+        _clear_absent(buffers, steps, next_task.keys(window, BLOCK_M, BLOCK_N).key(0), next_task.k_len, me)
+        acc = tlx.async_dot_wait(1, acc)
+        buffers.v.release(steps - 1)
+        _finish(acc, peak, total, task, row, buffers.out[me.index], outputs, WHOLE_TILES)
+        scores = tlx.async_dot_wait(0, scores)
+        task = next_task
+    tlx.async_descriptor_store_wait(0)
+    if me.index == 0:
+        me.wait_turn()  # every pass is waited for
+
+
+@triton.jit
+def _finish(acc, peak, total, task, row, staging, outputs, WHOLE_TILES: tl.constexpr):
+    """Write ``out`` and ``lse`` of a tile; rows without keys become 0 and -inf. The store is asynchronous."""
+    out_blocks, out, lse, rows, heads = outputs
+    D: tl.constexpr = acc.shape[1]
+    total = tl.sum(total, 1)
+    safe = tl.where(total == 0.0, 1.0, total)
+    query = row + tl.arange(0, ROWS)
+    pointers = lse + task.head.to(tl.int64) * rows + task.out_start + query
+    tl.store(pointers, (peak + tl.log2(safe)) * LN2, mask=query < task.q_len)
+    result = (acc * (1.0 / safe)[:, None]).to(staging.type.element_ty)
+    tlx.async_descriptor_store_wait(0)  # the compiler lets the warp group meet after it
+    tlx.local_store(staging, result)
+    tlx.fence("async_shared")
+    column = task.head * D
+    whole = True
+    if not WHOLE_TILES:
+        whole = row + ROWS <= task.q_len
+    if whole:
+        tlx.async_descriptor_store(out_blocks, staging, [task.out_start + row, column])
+    else:
+        # Read back in a layout in which a thread holds neighbouring columns.
+        store_rows(out, task.out_start, row, task.q_len, column, heads * D, tlx.local_load(staging))
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "left", "right"])
+def forward_sm90_kernel(
+    q,  # descriptor of [total_q or M, H * D], blocks of [64, D]
+    k,  # descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]
+    v,  # likewise
+    out_blocks,  # descriptor of [rows, H * D], blocks of [64, D]
+    out,  # [rows, H, D]
+    lse,  # [H, rows] float32
+    tiles,  # list of tiles of CONSUMERS * 64 queries
+    rows,
+    heads,
+    scale_log2,
+    left,
+    right,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    CONSUMERS: tl.constexpr,
+    Q_STAGES: tl.constexpr,
+    KV_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr,
+    PINGPONG: tl.constexpr,
+    ZIGZAG: tl.constexpr,
+    WHOLE_TILES: tl.constexpr,
+    LATE: tl.constexpr,
+):
+    """Programs: as many as are resident at once. ``WHOLE_TILES``: every tile has all its queries."""
+    buffers = Buffers(
+        make_ring(q, Q_STAGES, CONSUMERS, CONSUMERS, True),
+        make_ring(k, KV_STAGES, CONSUMERS, 1, True),
+        make_ring(v, KV_STAGES, CONSUMERS, 1, True),
+        tlx.local_alloc((ROWS, D), q.dtype, CONSUMERS),
+        tlx.alloc_warp_barrier(num_barriers=1, num_warps=4, num_arrivals=CONSUMERS),
+    )
+    walk = start_walk(tiles, heads, ZIGZAG)
+    outputs = (out_blocks, out, lse, rows, heads)
+    rules = ((left, right), scale_log2)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            _load(buffers, q, k, v, walk, rules[0], GROUP, D, CONSUMERS * ROWS)
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=CONSUMERS):
+            # Asked for here: a function that both replicas call alike would be compiled once, with one answer.
+            INDEX: tl.constexpr = tlx.async_task_replica_id()
+            _attend(buffers, walk, outputs, rules, Consumer(INDEX, CONSUMERS, PINGPONG), D, WHOLE_TILES, LATE)

@@ -1,0 +1,163 @@
+"""The TLX kernels for Hopper: from a problem to launches. Nothing waits for the device, but for :mod:`.tune`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import config_sm90 as configs
+from . import launch_triton
+from .bwd_post import round_kernel
+from .bwd_sm90 import backward_sm90_kernel
+from .config_sm90 import BackwardConfig, Config, ForwardConfig
+from .fwd_sm90 import forward_sm90_kernel
+from .hardware import gpu_name, multiprocessors, on_device, shared_memory_limit
+from .interpret import run_kernel
+from .problem import Problem, aligned, row_blocks
+from .tiles import build_tiles
+from .tune import choose
+
+
+def forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """``out`` ``[rows, H, D]`` and ``lse`` ``[H, rows]``."""
+    q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
+    rows = sequences.rows
+    out = q.new_empty((rows, problem.heads, problem.head_dim))
+    lse = q.new_empty((problem.heads, rows), dtype=torch.float32)
+    if problem.is_empty:
+        return out.zero_(), lse.fill_(-math.inf)
+
+    def launch(config: ForwardConfig) -> None:
+        tiles = build_tiles(sequences, config.block_m)
+        run_kernel(
+            forward_sm90_kernel,
+            (min(multiprocessors(q.device) * config.residents, tiles.most * problem.heads),),
+            row_blocks(q, configs.ROWS),
+            row_blocks(k, config.block_n),
+            row_blocks(v, config.block_n),
+            row_blocks(out, configs.ROWS),
+            out,
+            lse,
+            tiles.entries,
+            rows,
+            problem.heads,
+            problem.sm_scale * math.log2(math.e),
+            *problem.mask,
+            **_compile_options(problem, config),
+        )
+
+    with on_device(q):
+        launch(_choose("forward", problem, launch))
+    return out, lse
+
+
+def backward(
+    problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, *, need_dq: bool, need_dkdv: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``dq, dk, dv``, shaped like ``q``, ``k``, ``v``; None where not needed.
+
+    dQ is either added up in float32 by the kernel that computes dK and dV, in whatever order its programs come to it,
+    or computed by a kernel of its own, the plain Triton one, which is what determinism asks for.
+    """
+    if problem.is_empty:
+        return torch.zeros_like(problem.q), torch.zeros_like(problem.k), torch.zeros_like(problem.v)
+    dout = aligned(dout)
+
+    def launch(config: BackwardConfig) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        add_dq = config.add_dq and need_dq
+        dq, dk, dv = _key_pass(problem, dout, lse2, delta, config, add_dq=add_dq)
+        if need_dq and not add_dq:
+            dq = launch_triton.query_pass(problem, dout, lse2, delta)
+        return dq, dk, dv
+
+    with on_device(dout):
+        delta, lse2 = launch_triton.row_statistics(out, lse, dout)
+        if not need_dkdv:
+            return launch_triton.query_pass(problem, dout, lse2, delta) if need_dq else None, None, None
+        return launch(_choose("backward", problem, launch))
+
+
+def _key_pass(
+    problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor, config: BackwardConfig, *, add_dq: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """``dk``, ``dv``, and with ``add_dq`` also ``dq``."""
+    q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
+    kv_heads = k.shape[1]
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if add_dq else None
+    # In whole blocks the row statistics come by TMA, which needs addresses that are multiples of 16 bytes.
+    whole = sequences.broadcast and sequences.M % configs.step_queries(problem.head_dim) == 0 and lse2.numel() < 2**31
+    rows = configs.ROWS
+    tiles = build_tiles(sequences, configs.TILE_KEYS, over_keys=True)
+    run_kernel(
+        backward_sm90_kernel,
+        (min(multiprocessors(q.device), tiles.most * kv_heads),),
+        row_blocks(q, rows),
+        row_blocks(k, rows),
+        row_blocks(v, rows),
+        row_blocks(dout, rows),
+        None if sums is None else row_blocks(sums, rows, rows),
+        row_blocks(dk, rows),
+        row_blocks(dv, rows),
+        _values(lse2) if whole else lse2,
+        _values(delta) if whole else delta,
+        dk,
+        dv,
+        tiles.entries,
+        sequences.rows,
+        kv_heads,
+        problem.sm_scale,
+        *problem.mask,
+        GROUP=problem.group,
+        D=problem.head_dim,
+        STAGES=config.stages,
+        ADD_DQ=add_dq,
+        WHOLE_QUERIES=whole,
+        num_warps=4,
+        num_stages=1,
+    )
+    return None if sums is None else _rounded(sums, problem), dk, dv
+
+
+def _values(statistics: Tensor) -> TensorDescriptor:
+    """Descriptor of the ``[H, rows]`` values as one line."""
+    return TensorDescriptor(statistics, [statistics.numel()], [1], [configs.ROWS])
+
+
+def _rounded(sums: Tensor, problem: Problem) -> Tensor:
+    dq = torch.empty_like(problem.q)
+    block = 4096
+    grid = (triton.cdiv(dq.numel(), block),)
+    run_kernel(round_kernel, grid, sums, dq, dq.numel(), problem.sm_scale, BLOCK=block, num_warps=8)
+    return dq
+
+
+def _compile_options(problem: Problem, config: ForwardConfig) -> dict[str, Any]:
+    fields = {name.upper(): value for name, value in vars(config).items()}
+    options: dict[str, Any] = {
+        "GROUP": problem.group,
+        "D": problem.head_dim,
+        "WHOLE_TILES": problem.sequences.broadcast and problem.sequences.M % config.block_m == 0,
+        **{name: fields[name] for name in forward_sm90_kernel.arg_names if name in fields},
+        "num_warps": 4,
+        "num_stages": 1,
+    }
+    if config.launch_registers is not None:
+        options["maxnreg"] = config.launch_registers
+    return options
+
+
+def _choose(kernel: str, problem: Problem, launch: Callable[[Config], object]) -> Config:
+    kind, device = problem.kind("sm90", kernel), problem.q.device
+    usable = configs.candidates(kind, shared_memory_limit(device))
+    if problem.deterministic:
+        fixed: Config = configs.deterministic(usable[0])
+        return fixed
+    chosen: Config = choose(kind, gpu_name(device), usable, launch, problem.began)
+    return chosen

@@ -1,0 +1,86 @@
+"""Rings of shared-memory tiles between the warp groups of one kernel (TLX).
+
+A :class:`Ring` hides the producer/consumer protocol: a producer waits until a slot is free, a consumer until it is
+full. Both count the tiles that they have moved, and the count gives the slot and the phase of its barriers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+from triton.language.core import _aggregate as aggregate
+
+
+@aggregate
+class Ring:
+    """``depth`` slots of ``parts`` tiles each, which are loaded together and released together."""
+
+    tiles: tlx.buffered_tensor
+    full: tlx.mbarrier
+    empty: tlx.mbarrier
+    depth: tl.constexpr
+    parts: tl.constexpr
+    by_thread: tl.constexpr  # how consumers release; part of the type, since functions are compiled once per type
+
+    @triton.jit
+    def slot(self, count):
+        """Slot and phase of the ``count``-th use of the ring."""
+        return count % self.depth, (count // self.depth) & 1
+
+    @triton.jit
+    def tile(self, count, part: tl.constexpr):
+        return self.tiles[(count % self.depth) * self.parts + part]
+
+    @triton.jit
+    def acquire(self, count):
+        """Producer: wait until the slot is free."""
+        slot, phase = self.slot(count)
+        tlx.barrier_wait(self.empty[slot], phase ^ 1)
+
+    @triton.jit
+    def wait(self, count):
+        """Consumer: wait until the slot is full."""
+        slot, phase = self.slot(count)
+        tlx.barrier_wait(self.full[slot], phase)
+
+    @triton.jit
+    def wait_if(self, condition, count):
+        """Consumer: wait, or do nothing unless ``condition``; without a branch, which a matmul in flight forbids."""
+        slot, phase = self.slot(count)
+        tlx.barrier_wait(self.full[slot], phase, condition)
+
+    @triton.jit
+    def release(self, count):
+        """Consumer: give the slot back. One arrival for the whole warp group."""
+        tlx.barrier_arrive(self.empty[count % self.depth], 1)
+
+    @triton.jit
+    def load(self, count, descriptor, row, column):
+        """Producer: fill the free slot with consecutive blocks of the rows from ``row`` on, by TMA."""
+        slot = count % self.depth
+        ROWS: tl.constexpr = descriptor.block_shape[0]
+        COLUMNS: tl.constexpr = descriptor.block_shape[1]
+        SIZE: tl.constexpr = tlx.size_of(descriptor.dtype)
+        tlx.barrier_expect_bytes(self.full[slot], self.parts * ROWS * COLUMNS * SIZE)
+        for part in tl.static_range(self.parts):
+            tlx.async_descriptor_load(
+                descriptor, self.tiles[slot * self.parts + part], [row + part * ROWS, column], self.full[slot]
+            )
+
+
+@triton.jit
+def make_ring(
+    descriptor, DEPTH: tl.constexpr, CONSUMERS: tl.constexpr, PARTS: tl.constexpr, BY_THREAD: tl.constexpr = False
+):
+    """A ring of tiles of the descriptor's block shape, each released by ``CONSUMERS`` warp groups.
+
+    With ``BY_THREAD`` every thread of a consumer arrives for itself, which spares the warp group from meeting first.
+    """
+    tiles = tlx.local_alloc((descriptor.block_shape[0], descriptor.block_shape[1]), descriptor.dtype, DEPTH * PARTS)
+    full = tlx.alloc_barriers(num_barriers=DEPTH, arrive_count=1)
+    if BY_THREAD:
+        empty = tlx.alloc_warp_barrier(num_barriers=DEPTH, num_warps=4, num_arrivals=CONSUMERS)
+    else:
+        empty = tlx.alloc_barriers(num_barriers=DEPTH, arrive_count=CONSUMERS)
+    return Ring(tiles, full, empty, DEPTH, PARTS, BY_THREAD)
