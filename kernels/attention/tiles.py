@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .interpret import run_kernel
 
-CHUNK = tl.constexpr(128)  # sequences compared at a time
+CHUNK = tl.constexpr(1024)  # sequences compared at a time: each chunk costs the latency of a load
 WRITE = tl.constexpr(16)  # entries of one sequence written at a time
 ENTRY = tl.constexpr(8)  # int32 words per entry: six used, padded so that an entry is one aligned 32-byte sector
 
@@ -157,7 +157,7 @@ def build_tiles(sequences: Sequences, block: int, *, over_keys: bool = False) ->
         # Bounds sum_b ceil(len_b / block) whatever the lengths are, and exceeds it by less than one tile a sequence.
         most = min(rows, (rows + batch * (block - 1)) // block)
     entries = torch.empty((1 + most, ENTRY.value), dtype=torch.int32, device=sequences.k_offsets.device)
-    per_program = 32
+    per_program = 8
     run_kernel(
         tile_kernel,
         (triton.cdiv(batch, per_program),),

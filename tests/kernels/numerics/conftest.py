@@ -5,6 +5,9 @@ import os
 import pytest
 import torch
 
+# Every problem here is of another kind; to time candidates for each would take minutes on a GPU, and tests nothing.
+os.environ["JFABENCH_TUNE"] = "0"
+
 
 @pytest.fixture(scope="session")
 def device() -> str:
