@@ -57,7 +57,7 @@ def jagged_flash_attention(
             unbounded. ``causal`` sets ``right`` to 0.
         sm_scale: positive factor on the scores before the softmax; defaults to ``D ** -0.5``.
         deterministic: bitwise equal results from run to run, also across processes: a fixed kernel configuration
-            instead of the one that was fastest when first tried, and no sums in ``dq`` whose order depends on scheduling.
+            instead of the one that was fastest when first tried, and no sums whose order depends on scheduling.
         return_lse: also return the log-sum-exp of the scores.
         validate: check the values of the offsets. Synchronises with the device; for debugging.
         kernels: ``"tlx"`` (warp-specialised, for Hopper), ``"triton"`` (plain Triton, everywhere), or ``"auto"``: TLX

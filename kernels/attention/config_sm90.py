@@ -53,6 +53,8 @@ class ForwardConfig:
 
     def fits(self, head_dim: int, shared_limit: int) -> bool:
         """Whether ``residents`` programs have room where one may have ``shared_limit`` bytes of shared memory."""
+        if self.kv_stages < 2:  # the next tile's first blocks arrive before the present one's last are released
+            return False
         registers = self.residents * (LOADER_REGISTERS + self.consumers * self.registers)
         return registers <= REGISTERS and self.residents * self.shared_bytes(head_dim) <= shared_limit
 
