@@ -31,6 +31,7 @@ ROWS = tl.constexpr(64)  # queries of a consumer: the rows of one warp group's m
 
 TURN = tl.constexpr(9)  # named barrier, and 10: whose turn it is to issue matmuls. Triton itself uses the first ones.
 BOTH = tl.constexpr(256)  # threads of two consumers
+NEVER = tl.constexpr(2**31 - 1)  # more keys than any sequence has
 
 
 @aggregate
@@ -279,7 +280,9 @@ def _attend(buffers, walk, outputs, rules, me, D: tl.constexpr, WHOLE_TILES: tl.
         scores = _scores(buffers, i + 1, steps, me)
         me.pass_turn()
         buffers.v.wait_if(more, steps)
-        _clear_absent(buffers, steps, next_task.keys(window, BLOCK_M, BLOCK_N).key(0), next_task.k_len, me)
+        # Nothing is cleared after the last tile: the other consumer may still read what is in the slot.
+        next_len = tl.where(more, next_task.k_len, NEVER)
+        _clear_absent(buffers, steps, next_task.keys(window, BLOCK_M, BLOCK_N).key(0), next_len, me)
         acc = tlx.async_dot_wait(1, acc)
         buffers.v.release(steps - 1)
         _finish(acc, peak, total, task, row, buffers.out[me.index], outputs, WHOLE_TILES)
