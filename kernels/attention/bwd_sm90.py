@@ -60,7 +60,6 @@ K_STAGES = tl.constexpr(2)  # S of a tile's first step is computed beside the la
 PAIR = tl.constexpr(9)  # of both consumers
 PAIR_THREADS = tl.constexpr(256)
 LOADER = tl.constexpr(10)
-OWN = tl.constexpr(11)  # and 12, for the second consumer
 
 
 @aggregate
@@ -261,8 +260,8 @@ def _probabilities(scores, row_lse2, facing, scale_log2, window, ABSENT_KEYS: tl
     exponent = scores * scale_log2 - row_lse2[None, :]
     if ABSENT_KEYS:
         # For a key that exists it is at most 0, but for rounding. For zeros it is -lse2, perhaps large, but their dS is
-        # multiplied by zeros again, so that any finite value will do. NaN is to stay NaN.
-        exponent = tl.minimum(exponent, 1.0, propagate_nan=tl.PropagateNan.ALL)
+        # multiplied by zeros again, so that any value will do that leaves dS finite. NaN is to stay NaN.
+        exponent = tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)
     left, right = window
     query = tl.arange(0, ROWS)[None, :]
     key = tl.arange(0, ROWS)[:, None]
@@ -341,9 +340,7 @@ def _step(
         ds = (p * (dp - tlx.local_load(buffers.delta[statistics])[None, :])).to(q.type.element_ty)
         if ADD_DQ:
             if block == 0 and fresh:
-                # dK of the tile before leaves from here. Only the thread that issued its store has waited.
-                tlx.async_descriptor_store_wait(0)
-                tlx.named_barrier_wait(OWN + C, 128)
+                tlx.async_descriptor_store_wait(0)  # dK of the tile before leaves from here
             tlx.local_store(buffers.ds[(2 * C + n % 2) * BLOCKS + block], ds)
             if block == BLOCKS - 1:
                 tlx.fence("async_shared")

@@ -53,7 +53,8 @@ class ForwardConfig:
 
     def fits(self, head_dim: int, shared_limit: int) -> bool:
         """Whether ``residents`` programs have room where one may have ``shared_limit`` bytes of shared memory."""
-        if self.kv_stages < 2:  # the next tile's first blocks arrive before the present one's last are released
+        # The next tile's first blocks arrive before the present one's last are released, and turns are taken by two.
+        if self.kv_stages < 2 or self.consumers > 2 or (self.pingpong and self.consumers != 2):
             return False
         registers = self.residents * (LOADER_REGISTERS + self.consumers * self.registers)
         return registers <= REGISTERS and self.residents * self.shared_bytes(head_dim) <= shared_limit
@@ -83,18 +84,21 @@ class BackwardConfig:
         return 2 * (keys_and_values + queries + ds) + 4 * (2 * ROWS * ROWS + statistics) + 1024
 
     def fits(self, head_dim: int, shared_limit: int) -> bool:
-        return self.shared_bytes(head_dim) <= shared_limit
+        # The next step's queries arrive before the present one's are released.
+        return self.stages >= 2 and self.shared_bytes(head_dim) <= shared_limit
 
 
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
+FORWARD = (
+    ForwardConfig(),
+    ForwardConfig(block_n=64, kv_stages=4, late=False),
+    ForwardConfig(consumers=1, block_n=64, residents=2, registers=216, pingpong=False, late=False),
+)
+BACKWARD = (BackwardConfig(), BackwardConfig(add_dq=False))
 CANDIDATES: dict[str, tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]] = {
-    "forward": (
-        ForwardConfig(),
-        ForwardConfig(block_n=64, kv_stages=4, late=False),
-        ForwardConfig(consumers=1, block_n=64, residents=2, registers=216, pingpong=False, late=False),
-    ),
-    "backward": (BackwardConfig(), BackwardConfig(add_dq=False)),
+    "forward": FORWARD,
+    "backward": BACKWARD,
 }
 
 
@@ -118,12 +122,15 @@ def fits(kernel: str, config: ForwardConfig | BackwardConfig, head_dim: int, sha
 def default(kind: Kind) -> ForwardConfig | BackwardConfig:
     """The configuration that serves where none may be timed."""
     if kind.kernel == "backward":
-        fused, separate = CANDIDATES["backward"]
+        fused, separate = BACKWARD
         return fused if kind.broadcast or kind.mean_k > 1024 else separate
-    wide, short, low = CANDIDATES["forward"]
+    wide, short, low = FORWARD
     if kind.mean_q <= ROWS:
         return low
-    return short if kind.mean_k < 256 else wide
+    if kind.mean_k < 256:
+        return short
+    # Under a mask, rounding late would cost spills.
+    return replace(wide, late=False) if kind.bounded_left or kind.bounded_right else wide
 
 
 def deterministic(config: Any) -> Any:
@@ -132,8 +139,11 @@ def deterministic(config: Any) -> Any:
 
 
 def candidates(kind: Kind, shared_limit: int) -> tuple[Any, ...]:
-    """All configurations that fit the device, the default first. Under a mask, rounding late would cost spills."""
+    """All configurations that serve the kind and fit the device, the default first."""
     masked = kind.bounded_left or kind.bounded_right
-    ordered: list[Any] = sorted(CANDIDATES[kind.kernel], key=lambda config: config != default(kind))
-    fitting = [config for config in ordered if config.fits(kind.head_dim, shared_limit)]
-    return tuple(replace(c, late=False) if masked and isinstance(c, ForwardConfig) else c for c in fitting)
+    serving: list[Any] = [
+        replace(config, late=False) if masked and isinstance(config, ForwardConfig) else config
+        for config in CANDIDATES[kind.kernel]
+    ]
+    ordered = sorted(serving, key=lambda config: config != default(kind))
+    return tuple(config for config in ordered if config.fits(kind.head_dim, shared_limit))

@@ -170,7 +170,7 @@ def _clear_absent(buffers, step, first, length, me):
     for chunk in tl.static_range(SHARE // 16):
         if first + me.index * SHARE + 16 * (chunk + 1) > length:
             _clear_chunk(tile, first, length, me.index * SHARE + 16 * chunk)
-    tlx.fence("async_shared")
+    tlx.fence("async_shared")  # it is the program's own memory, whatever window the stores went through
     tlx.barrier_arrive(buffers.cleared[0], 1)
 
 
@@ -343,7 +343,10 @@ def forward_sm90_kernel(
     WHOLE_TILES: tl.constexpr,
     LATE: tl.constexpr,
 ):
-    """Programs: as many as are resident at once. ``WHOLE_TILES``: every tile has all its queries."""
+    """Programs: as many as are resident at once.
+
+    ``WHOLE_TILES``: every tile has all its queries. ``LATE``: P stays in float32 until the next scores have started.
+    """
     buffers = Buffers(
         make_ring(q, Q_STAGES, CONSUMERS, CONSUMERS, True),
         make_ring(k, KV_STAGES, CONSUMERS, 1, True),

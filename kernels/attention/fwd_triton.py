@@ -1,8 +1,7 @@
 """Forward kernel in plain Triton: one tile of queries against its sequence's keys, with an online softmax.
 
-Scores stay in base 2 (``exp2`` is one instruction) with ``sm_scale * log2(e)`` folded into a single multiply-add. The
-loop over keys is split so that only blocks that cross a sequence end or a window edge pay for a mask. The recurrence is
-that of FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1).
+The loop over keys is split so that only blocks that cross a sequence end or a window edge pay for a mask. The
+recurrence is that of FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1).
 """
 
 from __future__ import annotations
@@ -11,21 +10,8 @@ import triton
 import triton.language as tl
 
 from .blocks import clip_to_window, load_block, span_block, span_blocks, store_rows, visible_span
+from .softmax import LN2, NEG_INF, online_softmax
 from .tiles import load_tile, tile_count
-
-LN2 = tl.constexpr(0.6931471805599453)
-NEG_INF = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def _online_softmax(scores, peak, scale_log2, GUARDED: tl.constexpr):
-    """``P, peak, decay``: unnormalised probabilities ``[M, N]``, the new row maximum, and the factor for older sums.
-
-    ``GUARDED`` allows for rows that have seen no key yet, where -inf - -inf would be NaN.
-    """
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-    anchor = tl.where(new_peak == NEG_INF, 0.0, new_peak) if GUARDED else new_peak
-    return tl.exp2(scores * scale_log2 - anchor[:, None]), new_peak, tl.exp2(peak - anchor)
 
 
 @triton.jit
@@ -40,7 +26,7 @@ def _attend(acc, peak, total, q, keys, first, facing, window, scale_log2, BLOCK_
     if EDGE:
         key = (first + tl.arange(0, BLOCK_N))[None, :]
         scores = tl.where(clip_to_window(key < k_len, facing[:, None], key, left, right), scores, NEG_INF)
-    p, peak, decay = _online_softmax(scores, peak, scale_log2, GUARDED=EDGE)
+    p, peak, decay = online_softmax(scores, peak, scale_log2, GUARDED=EDGE)
     total = total * decay + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     return acc, peak, total

@@ -13,7 +13,7 @@ class Kind:
     """
 
     family: str  # of kernels: "triton", "sm90"
-    kernel: str  # "forward", "dkdv", "dq"
+    kernel: str  # "forward", "backward", "dkdv", "dq"
     dtype: str
     head_dim: int
     group: int  # query heads per key/value head

@@ -66,13 +66,12 @@ def backward(
     or computed by a kernel of its own, the plain Triton one, which is what determinism asks for.
     """
     if problem.is_empty:
-        return torch.zeros_like(problem.q), torch.zeros_like(problem.k), torch.zeros_like(problem.v)
+        return launch_triton.no_gradients(problem, need_dq=need_dq, need_dkdv=need_dkdv)
     dout = aligned(dout)
 
-    def launch(config: BackwardConfig) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        add_dq = config.add_dq and need_dq
-        dq, dk, dv = _key_pass(problem, dout, lse2, delta, config, add_dq=add_dq)
-        if need_dq and not add_dq:
+    def launch(config: BackwardConfig) -> tuple[Tensor | None, Tensor, Tensor]:
+        dq, dk, dv = _key_pass(problem, dout, lse2, delta, config)
+        if need_dq and not config.add_dq:
             dq = launch_triton.query_pass(problem, dout, lse2, delta)
         return dq, dk, dv
 
@@ -80,17 +79,18 @@ def backward(
         delta, lse2 = launch_triton.row_statistics(out, lse, dout)
         if not need_dkdv:
             return launch_triton.query_pass(problem, dout, lse2, delta) if need_dq else None, None, None
-        return launch(_choose("backward", problem, launch))
+        # Without dQ there is nothing to choose between.
+        return launch(_choose("backward", problem, launch) if need_dq else BackwardConfig(add_dq=False))
 
 
 def _key_pass(
-    problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor, config: BackwardConfig, *, add_dq: bool
+    problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor, config: BackwardConfig
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """``dk``, ``dv``, and with ``add_dq`` also ``dq``."""
+    """``dk``, ``dv``, and if the configuration says so ``dq``."""
     q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
     kv_heads = k.shape[1]
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if add_dq else None
+    sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if config.add_dq else None
     # In whole blocks the row statistics come by TMA, which needs addresses that are multiples of 16 bytes.
     whole = sequences.broadcast and sequences.M % configs.step_queries(problem.head_dim) == 0 and lse2.numel() < 2**31
     rows = configs.ROWS
@@ -117,7 +117,7 @@ def _key_pass(
         GROUP=problem.group,
         D=problem.head_dim,
         STAGES=config.stages,
-        ADD_DQ=add_dq,
+        ADD_DQ=config.add_dq,
         WHOLE_QUERIES=whole,
         num_warps=4,
         num_stages=1,

@@ -55,7 +55,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``dq, dk, dv``, shaped like ``q``, ``k``, ``v``; None where not needed."""
     if problem.is_empty:
-        return torch.zeros_like(problem.q), torch.zeros_like(problem.k), torch.zeros_like(problem.v)
+        return no_gradients(problem, need_dq=need_dq, need_dkdv=need_dkdv)
     dout = aligned(dout)
     dq = dk = dv = None
     with on_device(dout):
@@ -65,6 +65,14 @@ def backward(
         if need_dq:
             dq = query_pass(problem, dout, lse2, delta)
     return dq, dk, dv
+
+
+def no_gradients(
+    problem: Problem, *, need_dq: bool, need_dkdv: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Zeros, as far as they are needed."""
+    dk, dv = (torch.zeros_like(problem.k), torch.zeros_like(problem.v)) if need_dkdv else (None, None)
+    return torch.zeros_like(problem.q) if need_dq else None, dk, dv
 
 
 def query_pass(problem: Problem, dout: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ clock = time.monotonic
 is_capturing = torch.cuda.is_current_stream_capturing
 
 _chosen: dict[tuple[str, Kind], Any] = {}
-_tuning = threading.Lock()  # one at a time: two would disturb each other's times
+# One at a time: two would disturb each other's times. Only a launch that is being timed may choose, for what it needs.
+_tuning = threading.RLock()
 
 
 @dataclass(frozen=True)

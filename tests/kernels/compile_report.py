@@ -55,7 +55,12 @@ FULL = [
 CASES = {
     ("triton", 90): FULL,
     ("triton", 100): FEW,
-    ("sm90", 90): [*FEW, (64, 1, "window", False)],  # a compilation takes two seconds or more
+    ("sm90", 90): [
+        *FEW,
+        (128, 1, "window", False),
+        (128, 1, "causal", True),
+        (64, 1, "window", False),
+    ],  # two seconds each
 }
 
 
