@@ -123,7 +123,7 @@ def test_tuning_is_bounded_and_kept(broadcast: bool, tmp_path: Path, monkeypatch
     tune._chosen.clear()
     monkeypatch.setattr(tune, "gpu_timer", lambda: pytest.fail("it was to read what was chosen"))
     forward_and_backward(leaves, options, dout)
-    assert tune._chosen == chosen
+    assert tune._chosen.items() <= chosen.items()  # a configuration that lost may have chosen for a part of its own
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
