@@ -143,6 +143,7 @@ def forward_variants() -> list[Variant]:
     changed = [
         replace(base, pingpong=False),
         replace(base, late=False),
+        replace(base, peel=False),
         replace(base, block_n=64),
         replace(base, block_n=64, kv_stages=4),
         *(config for config in configs.CANDIDATES["forward"] if config != base),

@@ -22,7 +22,8 @@ class ForwardConfig:
     ``registers``; ``residents`` programs share a multiprocessor.
 
     ``pingpong``: the consumers take turns to issue matmuls. ``zigzag``: every other round of tiles is dealt backwards.
-    ``late``: probabilities are rounded after the next scores were started, at the price of registers.
+    ``late``: probabilities are rounded after the next scores were started, at the price of registers. ``peel``: blocks
+    of keys that every query sees whole are not masked.
     """
 
     consumers: int = 2
@@ -34,6 +35,7 @@ class ForwardConfig:
     pingpong: bool = True
     zigzag: bool = True
     late: bool = True
+    peel: bool = True
 
     @property
     def block_m(self) -> int:

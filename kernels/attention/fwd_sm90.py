@@ -221,7 +221,17 @@ def _overlapped_step(state, buffers, i, step, place, rules, me, EDGE: tl.constex
 
 
 @triton.jit
-def _attend(buffers, walk, outputs, rules, me, D: tl.constexpr, WHOLE_TILES: tl.constexpr, LATE: tl.constexpr):
+def _attend(
+    buffers,
+    walk,
+    outputs,
+    rules,
+    me,
+    D: tl.constexpr,
+    WHOLE_TILES: tl.constexpr,
+    LATE: tl.constexpr,
+    PEEL: tl.constexpr,
+):
     """A consumer. ``outputs`` is what :func:`_finish` writes to, ``rules`` are the window and the scale of scores."""
     BLOCK_M: tl.constexpr = me.count * ROWS
     BLOCK_N: tl.constexpr = buffers.k.tiles.shape[0]
@@ -263,8 +273,9 @@ def _attend(buffers, walk, outputs, rules, me, D: tl.constexpr, WHOLE_TILES: tl.
                 acc, p, peak, total = _overlapped_step(state, buffers, i, steps + j, place, rules, me, EDGE=True)
             bulk = tl.maximum(keys.edges(), 1)
         for j in tl.range(bulk, count, disable_licm=True):
+            place = (task, row, keys.key(j))
             state = (acc, p, peak, total)
-            acc, p, peak, total = _overlapped_step(state, buffers, i, steps + j, None, rules, me, EDGE=False)
+            acc, p, peak, total = _overlapped_step(state, buffers, i, steps + j, place, rules, me, EDGE=not PEEL)
         buffers.q.release(i)
         steps += count
 
@@ -342,10 +353,12 @@ def forward_sm90_kernel(
     ZIGZAG: tl.constexpr,
     WHOLE_TILES: tl.constexpr,
     LATE: tl.constexpr,
+    PEEL: tl.constexpr,
 ):
     """Programs: as many as are resident at once.
 
     ``WHOLE_TILES``: every tile has all its queries. ``LATE``: P stays in float32 until the next scores have started.
+    ``PEEL``: blocks that every query sees whole are not masked.
     """
     buffers = Buffers(
         make_ring(q, Q_STAGES, CONSUMERS, CONSUMERS, True),
@@ -363,4 +376,4 @@ def forward_sm90_kernel(
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=CONSUMERS):
             # Asked for here: a function that both replicas call alike would be compiled once, with one answer.
             INDEX: tl.constexpr = tlx.async_task_replica_id()
-            _attend(buffers, walk, outputs, rules, Consumer(INDEX, CONSUMERS, PINGPONG), D, WHOLE_TILES, LATE)
+            _attend(buffers, walk, outputs, rules, Consumer(INDEX, CONSUMERS, PINGPONG), D, WHOLE_TILES, LATE, PEEL)
