@@ -129,7 +129,7 @@ def default(kind: Kind) -> ForwardConfig | BackwardConfig:
     wide, short, low = FORWARD
     if kind.mean_q <= ROWS:
         return low
-    if kind.mean_k < 256:
+    if kind.mean_k < 512:  # the mean is rounded down to a power of two
         return short
     # Under a mask, rounding late would cost spills.
     return replace(wide, late=False) if kind.bounded_left or kind.bounded_right else wide
