@@ -1,7 +1,8 @@
 """The command line: parses, calls, prints. Every import beyond argparse stands inside the command that needs it.
 
-Exit codes: 0 all is well; 1 a case failed or was wrong, or nothing could be measured; 2 the command or a sweep file is
-not valid; 3 the machine or the result folder cannot be used; 130 interrupted (what was measured is kept).
+Exit codes: 0 all is well; 1 a case failed or was wrong, nothing could be measured, or a kernel does not compile or
+starts to spill; 2 the command or a sweep file is not valid; 3 the machine or the result folder cannot be used; 130
+interrupted (what was measured is kept).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ EXAMPLES = """\
 examples:
   python -m jfabench sweep --config jagged.yaml                 measure the jagged grid; report in results/
   python -m jfabench sweep --config jagged.yaml --dry-run       what would be measured, and its cost
+  python -m jfabench profile --config jagged.yaml               hardware counters of its kernels, by Nsight Compute
   python -m jfabench list                                       operators and providers, and what is missing
   python -m jfabench doctor                                     check GPU, drivers and packages
 """
@@ -38,6 +40,17 @@ examples:
   python -m jfabench sweep --config jagged.yaml --only triton_jfa --only fa4_kernel --direction bwd
   python -m jfabench sweep --config dense.yaml --set lengths.length=[1024,4096] --set batch=64
   python -m jfabench sweep --config my.yaml --out results/mine --resume    go on after an interruption
+"""
+PROFILE_EXAMPLES = """\
+examples:
+  python -m jfabench profile --config jagged.yaml --set q_len=256 --set lengths.max_len=1024 --out results/mine
+  python -m jfabench profile --config jagged.yaml --only tlx_jfa --direction bwd --metrics stalls --keep-reports
+"""
+INSPECT_EXAMPLES = """\
+examples:
+  python -m jfabench inspect                                      every kernel for every architecture: minutes
+  python -m jfabench inspect --arch sm_90 --kernel forward_kernel
+  python -m jfabench inspect --out after --baseline before/inspect.csv    exit code 1 if a kernel starts to spill
 """
 
 
@@ -101,6 +114,40 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("folders", nargs="+", metavar="DIR", help="result folders; several are merged into the first")
     report.add_argument("--out", metavar="DIR", help="write the merged report here instead")
 
+    profile = command(
+        "profile",
+        "count what kernels do (tensor cores, memory, stalls) with Nsight Compute",
+        _profile,
+        PROFILE_EXAMPLES,
+    )
+    profile.add_argument("--config", required=True, metavar="FILE", help="a sweep file, by path or by name in sweeps/")
+    profile.add_argument("--out", metavar="DIR", help="result folder (default: results/profile-<config>-<time>)")
+    profile.add_argument("--only", action="append", default=[], metavar="PROVIDER", help="only this one (repeatable)")
+    profile.add_argument(
+        "--direction", action="append", default=[], choices=["fwd", "bwd", "fwd_bwd"], help="instead of the file's"
+    )
+    profile.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override a value (repeatable)"
+    )
+    profile.add_argument(
+        "--metrics",
+        choices=["roofline", "tensor", "memory", "stalls", "all"],
+        default="all",
+        help="which counters: fewer need fewer replays of each kernel (default: all)",
+    )
+    profile.add_argument(
+        "--device", default="auto", help="auto, cuda, cuda:N; cpu tries the command out (default: auto)"
+    )
+    profile.add_argument("--keep-reports", action="store_true", help="keep an .ncu-rep of each case, for Nsight's GUI")
+    profile.add_argument("--dry-run", action="store_true", help="print the cases and the ncu command, and stop")
+    profile.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="kill a step that takes longer (default: 600)",
+    )
+
     command("list", "operators, providers and sweep files; why a provider is unavailable and how to get it", _list)
 
     doctor = command("doctor", "check GPU, driver, packages, profilers, and say what to do", _doctor)
@@ -111,6 +158,21 @@ def build_parser() -> argparse.ArgumentParser:
     ceilings = command("ceilings", "measure this device's matrix and copy rates, for the roofline", _ceilings)
     ceilings.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     ceilings.add_argument("--out", metavar="DIR", help="store them in this result folder, too")
+
+    inspect = command(
+        "inspect",
+        "compile every kernel, without a GPU: registers, spills, shared memory, instructions of each role",
+        _inspect,
+        INSPECT_EXAMPLES,
+    )
+    inspect.add_argument(
+        "--arch", metavar="ARCH,...", help="such as sm_90,sm_100 (default: all that kernels exist for)"
+    )
+    inspect.add_argument("--kernel", metavar="NAME", help="only the kernel of this name")
+    inspect.add_argument(
+        "--out", metavar="DIR", default="results/inspect", help="where inspect.csv goes (default: results/inspect)"
+    )
+    inspect.add_argument("--baseline", metavar="FILE", help="an earlier inspect.csv: say what got worse since")
     return parser
 
 
@@ -250,6 +312,17 @@ def _device(wanted: str) -> tuple[str | None, str]:
 
 
 def _dry_run(sweep: Sweep) -> int:
+    _print_cases(sweep)
+    policy = sweep.config.measure
+    limit = len(sweep.cases) * (policy.max_seconds + policy.warmup_seconds)
+    print(
+        f"measured calls and warm-up: at most {limit:,.0f} s unless a single call is slow "
+        f"({policy.max_seconds + policy.warmup_seconds:g} s a case); checking and compiling come on top"
+    )
+    return OK
+
+
+def _print_cases(sweep: Sweep) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -272,12 +345,56 @@ def _dry_run(sweep: Sweep) -> int:
             f"{operator.memory(params, case.seed) / 1e6:,.1f}",
         )
     Console().print(table)
-    policy = sweep.config.measure
-    limit = len(sweep.cases) * (policy.max_seconds + policy.warmup_seconds)
-    print(
-        f"measured calls and warm-up: at most {limit:,.0f} s unless a single call is slow "
-        f"({policy.max_seconds + policy.warmup_seconds:g} s a case); checking and compiling come on top"
-    )
+
+
+# profile -------------------------------------------------------------------------------------------------------------
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from jfabench import doctor, profile_sweep
+    from jfabench.sweep import ConfigError, load_sweep
+
+    if arguments.out is not None and not arguments.out.strip():
+        return _fail("--out needs the name of a folder", USAGE)
+    device, note = _device(arguments.device)
+    if device is None:
+        return _fail(note, MACHINE)
+    if device == "cpu" and arguments.device != "cpu" and not arguments.dry_run:
+        return _fail("no NVIDIA GPU that can be used here, and only GPUs have these counters (see `doctor`)", MACHINE)
+    try:
+        sweep = load_sweep(
+            arguments.config,
+            "cpu" if device == "cpu" else "full",
+            settings=arguments.settings,
+            only=arguments.only,
+            directions=arguments.direction,
+        )
+    except ConfigError as error:
+        return _fail(error, USAGE)
+    if note:
+        print(note)
+    folder = _folder(arguments.out, f"profile-{sweep.name}")
+    try:
+        plan, notes = profile_sweep.plan(
+            doctor.find_ncu() or ("ncu" if arguments.dry_run else None),
+            device,
+            arguments.metrics,
+            keep_reports=arguments.keep_reports,
+            timeout=arguments.timeout,
+        )
+        print(*notes, sep="\n", end="\n" if notes else "")
+        if arguments.dry_run:
+            _print_cases(sweep)
+            print(f"ncu for the first of them: {shlex.join(profile_sweep.first_command(sweep, folder, plan))}")
+            return OK
+        outcome = profile_sweep.profile(sweep, folder, plan)
+    except profile_sweep.ProfileError as error:
+        return _fail(error, MACHINE)
+    print(f"counters: {folder.root / 'counters.csv'}, by case: {folder.root / 'counters_wide.csv'}")
+    if outcome.failed:
+        return _fail(f"{len(outcome.failed)} of {len(outcome.records)} cases could not be profiled", FAILED)
+    if not outcome.counted:
+        return _fail("nothing was profiled: no provider is available here (see `jfabench list`)", FAILED)
     return OK
 
 
@@ -397,3 +514,47 @@ def _ceilings(arguments: argparse.Namespace) -> int:
     except OSError as error:
         return _fail(f"they could not be stored for later reports: {error}", MACHINE)
     return OK
+
+
+# inspect -------------------------------------------------------------------------------------------------------------
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from jfabench import inspect_kernels, inspect_table
+
+    if not arguments.out.strip():
+        return _fail("--out needs the name of a folder", USAGE)
+    target = Path(arguments.out) / "inspect.csv"
+    try:
+        # Read first: it may be the file that is written anew.
+        baseline = inspect_kernels.read_rows(Path(arguments.baseline)) if arguments.baseline else None
+        archs = inspect_kernels.architectures(arguments.arch)
+        with Console(stderr=True).status("compiling") as status:
+            inspected = inspect_kernels.inspect_kernels(
+                archs, arguments.kernel, lambda text: status.update(f"compiling for {text}")
+            )
+    except inspect_kernels.InspectionError as error:
+        return _fail(error, USAGE)
+    except inspect_kernels.CompilationError as error:
+        return _fail(error, FAILED)
+    except inspect_kernels.ToolchainError as error:
+        return _fail(error, MACHINE)
+    console = Console()
+    if not console.is_terminal:  # a file has room for whole tables
+        console.width = max(console.width, 140)
+    inspect_table.show(inspected, console)
+    rows = inspect_kernels.flat_rows(inspected)
+    try:
+        inspect_kernels.write_rows(target, rows)
+    except OSError as error:
+        return _fail(f"{target} could not be written: {error}", MACHINE)
+    print(f"results: {target}")
+    if baseline is None:
+        return OK
+    comparison = inspect_kernels.compare(baseline, rows)
+    inspect_table.show_comparison(comparison, arguments.baseline, console)
+    return FAILED if comparison.starts_to_spill else OK

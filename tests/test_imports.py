@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "jfabench.records": set(),
     "jfabench.collector": set(),
     "jfabench.intervals": set(),
+    "jfabench.ncu": {"jfabench.ranges"},
     "jfabench.kernels": {"jfabench.kernels"},
     "jfabench.operators": {
         "jfabench.operator",
@@ -46,7 +47,11 @@ ALLOWED: dict[str, set[str]] = {
     "jfabench.sweeps": set(),
 }
 # Who alone may import a module.
-ONLY_FOR: dict[str, set[str]] = {"jfabench.cli": {"jfabench.__main__"}, "jfabench.__main__": set()}
+ONLY_FOR: dict[str, set[str]] = {
+    "jfabench.cli": {"jfabench.__main__"},
+    "jfabench.__main__": set(),
+    "jfabench.profile_sweep": {"jfabench.cli"},
+}
 FORBIDDEN: dict[str, set[str]] = {"jfabench.sim": {"jfabench.operators"}}
 # Modules that must be importable, at once, on a machine without a GPU or torch.
 TORCH_FREE = (

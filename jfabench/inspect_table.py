@@ -1,0 +1,142 @@
+"""Prints what `inspect_kernels` found: a table for each kernel and architecture, then the estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jfabench.inspect_kernels import Comparison, Inspected
+from jfabench.sass import Mix
+
+MIX: dict[str, tuple[str, ...]] = {  # heading, and what is counted, of each of a column's numbers
+    "instr": ("instructions",),
+    "tensor": ("tensor",),
+    "TMA\nld/st/red": ("tma_load", "tma_store", "tma_reduce"),
+    "TMEM\nld/st": ("tmem_load", "tmem_store"),
+    "exp2": ("exp2",),
+    "waits\nmbar/bar": ("mbarrier_try", "barrier_sync"),
+    "local\nld/st": ("local_load", "local_store"),
+    "fp32": ("fp32",),
+}
+FIGURES: dict[str, Callable[[Inspected], str]] = {
+    "regs": lambda kernel: str(kernel.assembler.registers),
+    "spill\nst/ld": lambda kernel: _spills(kernel),
+    "shared\nbytes": lambda kernel: str(kernel.shared_bytes),
+    "TMEM\ncols": lambda kernel: str(kernel.tmem_columns),
+    "bar": lambda kernel: str(kernel.assembler.barriers),
+}
+
+
+def show(inspected: Sequence[Inspected], console: Console) -> None:
+    ordered = sorted(inspected, key=lambda kernel: (kernel.subject.arch != "sm_90", kernel.subject.arch))
+    for arch, kernels in groupby(ordered, key=lambda kernel: kernel.subject.arch):
+        group = sorted(kernels, key=lambda kernel: kernel.subject.kernel)
+        for name, same in groupby(group, key=lambda kernel: kernel.subject.kernel):
+            _show_kernel(f"{name} {arch}", list(same), console)
+    _show_estimates(ordered, console)
+    console.print(
+        "Spills are in bytes, and instructions are counted in the code, not as executed: a role of several copies (x2) "
+        "with all of them, in `rest` what belongs to no role or lost its line, and each wait for an mbarrier twice. "
+        f"Compilers: {'; '.join(sorted({f'{k.subject.arch} {k.compiler}' for k in inspected}))}.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _show_kernel(title: str, kernels: Sequence[Inspected], console: Console) -> None:
+    # Configurations are too long for a column: they get a number, and what differs between them is said once.
+    configs = list(dict.fromkeys(kernel.subject.config for kernel in kernels))
+    common = [field for field in configs[0].split() if all(field in config.split() for config in configs)]
+    console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
+    for i, config in enumerate(configs if len(configs) > 1 else ()):
+        own = " ".join(field for field in config.split() if field not in common)
+        console.print(f"  config {i}: {own}", markup=False, highlight=False, soft_wrap=True)
+    if common:
+        label = "  every config" if len(configs) > 1 else "  config"
+        console.print(f"{label}: {' '.join(common)}", markup=False, highlight=False, soft_wrap=True)
+    # A column of zeros, such as of tensor memory on Hopper, says nothing.
+    mix = {
+        heading: names
+        for heading, names in MIX.items()
+        if any(kernel.roles[0].counts[name] for kernel in kernels for name in names)
+    }
+    figures = {heading: show for heading, show in FIGURES.items() if any(show(kernel) != "0" for kernel in kernels)}
+    specialised = any(len(kernel.roles) > 1 for kernel in kernels)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in (*(["cfg"] if len(configs) > 1 else []), "case", *(["role"] if specialised else [])):
+        table.add_column(heading, overflow="fold")
+    for heading in (*figures, *mix):
+        table.add_column(heading, justify="right", overflow="fold")
+    for kernel in sorted(kernels, key=lambda kernel: configs.index(kernel.subject.config)):
+        number = [str(configs.index(kernel.subject.config))] if len(configs) > 1 else []
+        for i, role in enumerate(kernel.roles):
+            lead = [*(number and [""]), ""] if i else [*number, kernel.subject.case]
+            names_of_role = [_label(role)] if specialised else []
+            values = ["" if i else show(kernel) for show in figures.values()]
+            table.add_row(*lead, *names_of_role, *values, *(_numbers(role, names) for names in mix.values()))
+    console.print(table)
+    if any(kernel.unattributed for kernel in kernels):
+        console.print("  Where no roles are listed, the line table does not tell them apart.", highlight=False)
+
+
+def _spills(kernel: Inspected) -> str:
+    if not kernel.spilled_bytes:
+        return "0"
+    return f"[red]{kernel.assembler.spill_store_bytes}/{kernel.assembler.spill_load_bytes}[/]"
+
+
+def _label(role: Mix) -> str:
+    return role.role if role.copies == 1 else f"{role.role} x{role.copies}"
+
+
+def _numbers(role: Mix, names: Sequence[str]) -> str:
+    return "/".join(str(role.counts[name]) for name in names)
+
+
+def _show_estimates(kernels: Sequence[Inspected], console: Console) -> None:
+    table = Table(
+        title="estimate: the least cycles of one step of the inner loop, by unit of a multiprocessor",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for heading in ("kernel", "arch", "config", "D"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("tensor", "exponential", "shared", "bound"):
+        table.add_column(heading, justify="right")
+    rows: dict[tuple[str, ...], None] = {}
+    for kernel in kernels:
+        subject, estimate = kernel.subject, kernel.estimate
+        if estimate is None:
+            continue
+        cycles = [
+            "unknown" if value is None else f"{value:,.0f}"
+            for value in (estimate.tensor, estimate.exponential, estimate.shared)
+        ]
+        bound = estimate.bound if estimate.shared is not None else f"{estimate.bound}, or shared"
+        rows[(subject.kernel, subject.arch, subject.config, str(subject.head_dim), *cycles, bound)] = None
+    for row in sorted(rows):
+        table.add_row(*(escape(cell) for cell in row))
+    if rows:
+        console.print(table)
+
+
+def show_comparison(comparison: Comparison, baseline: str, console: Console) -> None:
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    if comparison.compared:
+        verdict = f"{len(comparison.worse)} got worse" if comparison.worse else "nothing got worse"
+        say(f"baseline {baseline}: {comparison.compared} compared, {verdict}")
+    else:
+        say(f"baseline {baseline}: nothing was compared")
+    for line in comparison.worse:
+        say(f"  worse: {line}")
+    for line in comparison.notes:
+        say(f"  note: {line}")
