@@ -233,6 +233,15 @@ def _load(
 
 
 @aggregate
+class Consumer:
+    """Which of the two consumers this is, and what is left out for it at compile time."""
+
+    index: tl.constexpr
+    add_dq: tl.constexpr
+    bounded: tl.constexpr  # some steps have queries that do not exist
+
+
+@aggregate
 class Step:
     """A step of queries, for a tile."""
 
@@ -240,12 +249,15 @@ class Step:
     facing: tl.tensor  # position that the first query faces, counted from the tile's first key
     row: tl.tensor  # of the first query in dq
     column: tl.tensor  # of the head in dq
+    fresh: tl.tensor  # the tile's first step
+    turns: tl.tensor  # its last: the next one belongs to the next tile
+    more: tl.tensor  # there is a next one
 
 
 @triton.jit
-def _scores(buffers, r, n, block: tl.constexpr, C: tl.constexpr):
+def _scores(buffers, r, n, block: tl.constexpr, me):
     """Start ``S^T`` ``[64 keys, 64 queries]`` of one block of the step."""
-    return tlx.async_dot(buffers.k.tile(r, C), tlx.local_trans(buffers.q.tile(n, block)))
+    return tlx.async_dot(buffers.k.tile(r, me.index), tlx.local_trans(buffers.q.tile(n, block)))
 
 
 @triton.jit
@@ -273,15 +285,15 @@ def _probabilities(scores, row_lse2, facing, scale_log2, window, ABSENT_KEYS: tl
 
 
 @triton.jit
-def _half_dq(buffers, r, turn, C: tl.constexpr):
+def _half_dq(buffers, r, turn, me):
     """Start this consumer's ``[64, 64]`` of ``dQ = dS K`` over both halves of the tile's keys."""
     BLOCKS: tl.constexpr = buffers.q.parts
     half = tl.zeros([ROWS, ROWS], tl.float32)
     for source in tl.static_range(2):
         keys = buffers.k.tile(r, source)
-        block = C  # of the queries
+        block = me.index  # of the queries
         if BLOCKS == 1:
-            keys = tlx.local_slice(keys, [0, C * ROWS], [ROWS, ROWS])
+            keys = tlx.local_slice(keys, [0, me.index * ROWS], [ROWS, ROWS])
             block = 0
         ds = buffers.ds[(2 * source + turn) * BLOCKS + block]
         half = tlx.async_dot(tlx.local_trans(ds), keys, half)
@@ -289,41 +301,28 @@ def _half_dq(buffers, r, turn, C: tl.constexpr):
 
 
 @triton.jit
-def _add_dq(buffers, dq, half, step, C: tl.constexpr, BOUNDED: tl.constexpr):
+def _add_dq(buffers, dq, half, step, me):
     """Add ``half`` to its place in ``dq``, asynchronously. Rows of a neighbour get zeros."""
     row = 0
-    column = C * ROWS
+    column = me.index * ROWS
     if buffers.q.parts == 2:
         row, column = column, row
-    if BOUNDED:
+    if me.bounded:
         half = tl.where((row + tl.arange(0, ROWS) < step.length)[:, None], half, 0.0)
     tlx.async_descriptor_store_wait(0)  # the compiler lets the warp group meet after it
-    tlx.local_store(buffers.dq[C], half)
-    tlx.async_descriptor_store(dq, buffers.dq[C], [step.row + row, step.column + column], store_reduce="add")
+    tlx.local_store(buffers.dq[me.index], half)
+    tlx.async_descriptor_store(dq, buffers.dq[me.index], [step.row + row, step.column + column], store_reduce="add")
 
 
 @triton.jit
-def _step(
-    scores,
-    dk,
-    dv,
-    buffers,
-    r,
-    n,
-    dq,
-    step,
-    then,
-    rules,
-    C: tl.constexpr,
-    ADD_DQ: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+def _step(state, buffers, r, n, dq, step, rules, me):
     """Add step ``n`` of tile ``r`` to ``dk``, ``dv`` and ``dq``, given its first ``S^T``; returns that of the next.
 
-    ``then`` is whether there is a next step, whether it belongs to the next tile, and whether this is a tile's first.
+    ``state`` is ``S^T [64 keys, 64 queries], dk [64, D], dv [64, D]``; ``rules`` are the scale of scores, the window.
     """
+    scores, dk, dv = state
     scale_log2, window = rules
-    more, turns, fresh = then
+    C: tl.constexpr = me.index
     BLOCKS: tl.constexpr = buffers.q.parts
     buffers.dout.wait(n)
     for block in tl.static_range(BLOCKS):
@@ -334,32 +333,32 @@ def _step(
         row_lse2 = tlx.local_load(buffers.lse2[statistics])
         if block > 0:
             scores = tlx.async_dot_wait(1, scores)
-        p = _probabilities(scores, row_lse2, step.facing + (block - C) * ROWS, scale_log2, window, ADD_DQ)
+        p = _probabilities(scores, row_lse2, step.facing + (block - C) * ROWS, scale_log2, window, me.add_dq)
         dv = tlx.async_dot(p.to(q.type.element_ty), do, dv)
         dp = tlx.async_dot_wait(1, dp)
         ds = (p * (dp - tlx.local_load(buffers.delta[statistics])[None, :])).to(q.type.element_ty)
-        if ADD_DQ:
-            if block == 0 and fresh:
+        if me.add_dq:
+            if block == 0 and step.fresh:
                 tlx.async_descriptor_store_wait(0)  # dK of the tile before leaves from here
             tlx.local_store(buffers.ds[(2 * C + n % 2) * BLOCKS + block], ds)
             if block == BLOCKS - 1:
                 tlx.fence("async_shared")
                 tlx.named_barrier_wait(PAIR, PAIR_THREADS)
-                half = _half_dq(buffers, r, n % 2, C)
+                half = _half_dq(buffers, r, n % 2, me)
         dk = tlx.async_dot(ds, q, dk)
         if block < BLOCKS - 1:
-            scores = _scores(buffers, r, n, block + 1, C)
-    if ADD_DQ:
+            scores = _scores(buffers, r, n, block + 1, me)
+    if me.add_dq:
         half = tlx.async_dot_wait(1, half)
         buffers.dout.release(n)
-        _add_dq(buffers, dq, half, step, C, BOUNDED)
+        _add_dq(buffers, dq, half, step, me)
     dv = tlx.async_dot_wait(1, dv)
-    if not ADD_DQ:
+    if not me.add_dq:
         buffers.dout.release(n)
-    buffers.k.wait_if(turns & more, r + 1)
-    buffers.q.wait_if(more, n + 1)
+    buffers.k.wait_if(step.turns & step.more, r + 1)
+    buffers.q.wait_if(step.more, n + 1)
     # After the last step this reads old data, and is not used: cheaper than a branch around a matmul.
-    scores = _scores(buffers, tl.where(turns, r + 1, r), n + 1, 0, C)
+    scores = _scores(buffers, tl.where(step.turns, r + 1, r), n + 1, 0, me)
     dk = tlx.async_dot_wait(1, dk)
     buffers.q.release(n)
     return tlx.async_dot_wait(0, scores), dk, dv
@@ -382,39 +381,29 @@ def _store_rows(staging, gradient, blocks, base, tile, first, stride):
 
 
 @triton.jit
-def _finish(buffers, r, dk, dv, outputs, tile, stride, C: tl.constexpr, ADD_DQ: tl.constexpr):
+def _finish(buffers, r, dk, dv, outputs, tile, stride, me):
     """Store ``dk`` and ``dv`` ``[64, D]`` of tile ``r``, and release its keys. The next tile hides the stores."""
     dk_blocks, dv_blocks, dk_base, dv_base = outputs
+    C: tl.constexpr = me.index
     first = tile.key + C * ROWS
     tlx.async_descriptor_store_wait(0)
     _store_rows(buffers.dv[C * (buffers.dv.type.num // 2)], dv, dv_blocks, dv_base, tile, first, stride)
-    if ADD_DQ:
+    if me.add_dq:
         tlx.named_barrier_wait(PAIR, PAIR_THREADS)
     buffers.k.release(r)
     _store_rows(buffers.dk[C * (buffers.dk.type.num // 2)], dk, dk_blocks, dk_base, tile, first, stride)
 
 
 @triton.jit
-def _consume(
-    buffers,
-    walk,
-    dq,
-    outputs,
-    sm_scale,
-    window,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    C: tl.constexpr,
-    ADD_DQ: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
-    """Consumer ``C``."""
+def _consume(buffers, walk, dq, outputs, sm_scale, window, GROUP: tl.constexpr, me):
+    """A consumer. ``outputs`` is what :func:`_finish` writes to."""
+    D: tl.constexpr = buffers.q.tiles.shape[1]
     STEP: tl.constexpr = buffers.q.parts * ROWS
     rules = (sm_scale * LOG2E, window)
     n = 0
     buffers.k.wait_if(walk.count > 0, 0)
     buffers.q.wait_if(walk.count > 0, 0)
-    scores = tlx.async_dot_wait(0, _scores(buffers, 0, 0, 0, C))
+    scores = tlx.async_dot_wait(0, _scores(buffers, 0, 0, 0, me))
     # Hoisted out of these loops, addresses would take registers that there are none of.
     for r in tl.range(0, walk.count, disable_licm=True):
         tile = _tile(walk, r)
@@ -427,15 +416,21 @@ def _consume(
             column = (tile.head * GROUP + member) * D
             first = begin
             for _ in tl.range(0, steps, disable_licm=True):
-                step = Step(tile.q_len - first, first - tile.facer(), tile.q_start + first, column)
-                turns = n + 1 == end
-                then = ((n + 1 < end) | (r + 1 < walk.count), turns, (member == 0) & (first == begin))
-                scores, dk, dv = _step(scores, dk, dv, buffers, r, n, dq, step, then, rules, C, ADD_DQ, BOUNDED)
+                step = Step(
+                    length=tile.q_len - first,
+                    facing=first - tile.facer(),
+                    row=tile.q_start + first,
+                    column=column,
+                    fresh=(member == 0) & (first == begin),
+                    turns=n + 1 == end,
+                    more=(n + 1 < end) | (r + 1 < walk.count),
+                )
+                scores, dk, dv = _step((scores, dk, dv), buffers, r, n, dq, step, rules, me)
                 n += 1
                 first += STEP
         # Asked again, rather than kept in registers during the steps.
         tile = _tile(walk, r)
-        _finish(buffers, r, dk * sm_scale, dv, outputs, tile, walk.heads * D, C, ADD_DQ)
+        _finish(buffers, r, dk * sm_scale, dv, outputs, tile, walk.heads * D, me)
     tlx.async_descriptor_store_wait(0)
 
 
@@ -496,17 +491,6 @@ def backward_sm90_kernel(
             _load(buffers, k, v, inputs, walk, window, GROUP, ADD_DQ, not WHOLE_QUERIES)
         with tlx.async_task(num_warps=4, registers=240, replicate=2):
             # Asked for here: a function that both replicas call alike would be compiled once, with one answer.
-            C: tl.constexpr = tlx.async_task_replica_id()
-            _consume(
-                buffers,
-                walk,
-                dq,
-                outputs,
-                sm_scale,
-                window,
-                GROUP,
-                D,
-                C,
-                ADD_DQ,
-                not WHOLE_QUERIES,
-            )
+            INDEX: tl.constexpr = tlx.async_task_replica_id()
+            me = Consumer(INDEX, ADD_DQ, not WHOLE_QUERIES)
+            _consume(buffers, walk, dq, outputs, sm_scale, window, GROUP, me)
