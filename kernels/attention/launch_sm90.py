@@ -27,9 +27,7 @@ from .tune import choose
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """``out`` ``[rows, H, D]`` and ``lse`` ``[H, rows]``."""
     q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
-    rows = sequences.rows
-    out = q.new_empty((rows, problem.heads, problem.head_dim))
-    lse = q.new_empty((problem.heads, rows), dtype=torch.float32)
+    out, lse = problem.new_outputs()
     if problem.is_empty:
         return out.zero_(), lse.fill_(-math.inf)
 
@@ -45,7 +43,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             out,
             lse,
             tiles.entries,
-            rows,
+            sequences.rows,
             problem.heads,
             problem.sm_scale * math.log2(math.e),
             *problem.mask,

@@ -24,9 +24,7 @@ from .tune import choose
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """``out`` ``[rows, H, D]`` and ``lse`` ``[H, rows]``."""
     q, sequences = problem.q, problem.sequences
-    rows = sequences.rows
-    out = q.new_empty((rows, problem.heads, problem.head_dim))
-    lse = q.new_empty((problem.heads, rows), dtype=torch.float32)
+    out, lse = problem.new_outputs()
     if problem.is_empty:
         return out.zero_(), lse.fill_(-math.inf)
 
@@ -39,7 +37,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             out,
             lse,
             tiles.entries,
-            rows,
+            sequences.rows,
             problem.sm_scale * math.log2(math.e),
             *problem.mask,
             **_compile_options(problem, config),

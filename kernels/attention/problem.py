@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -45,6 +46,12 @@ class Problem:
     def is_empty(self) -> bool:
         """No query meets any key: known from the shapes, and nothing to describe to TMA."""
         return self.q.shape[0] == 0 or self.k.shape[0] == 0
+
+    def new_outputs(self) -> tuple[Tensor, Tensor]:
+        """Memory for ``out`` ``[rows, H, D]`` and ``lse`` ``[H, rows]``."""
+        rows = self.sequences.rows
+        out = self.q.new_empty((rows, self.heads, self.head_dim))
+        return out, self.q.new_empty((self.heads, rows), dtype=torch.float32)
 
     @property
     def heads(self) -> int:
