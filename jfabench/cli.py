@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jfabench import __version__
+from jfabench import __version__, timeline_command, tuning_commands
+from jfabench.exit_codes import FAILED, INTERRUPTED, MACHINE, OK, USAGE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from jfabench.folder import ResultFolder
     from jfabench.records import Record
     from jfabench.sweep import Sweep
-
-OK, FAILED, USAGE, MACHINE, INTERRUPTED = 0, 1, 2, 3, 130
 
 DESCRIPTION = "Measures jagged flash attention kernels against their peers."
 EXAMPLES = """\
@@ -50,7 +49,7 @@ INSPECT_EXAMPLES = """\
 examples:
   python -m jfabench inspect                                      every kernel for every architecture: minutes
   python -m jfabench inspect --arch sm_90 --kernel forward_kernel
-  python -m jfabench inspect --out after --baseline before/inspect.csv    exit code 1 if a kernel starts to spill
+  python -m jfabench inspect --out after --against before/inspect.csv    exit code 1 if a kernel starts to spill
 """
 
 
@@ -96,6 +95,11 @@ def build_parser() -> argparse.ArgumentParser:
     sweep.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     sweep.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override a value (repeatable)"
+    )
+    sweep.add_argument(
+        "--workers",
+        choices=["per_shape", "shared"],
+        help="a process for each shape, or one until anything fails in it, which is faster (default: the file's)",
     )
     sweep.add_argument("--dry-run", action="store_true", help="print the cases and their cost, and stop")
     sweep.add_argument("--resume", action="store_true", help="go on in --out: measure only what it does not hold yet")
@@ -172,7 +176,13 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--out", metavar="DIR", default="results/inspect", help="where inspect.csv goes (default: results/inspect)"
     )
-    inspect.add_argument("--baseline", metavar="FILE", help="an earlier inspect.csv: say what got worse since")
+    inspect.add_argument(
+        "--against",
+        metavar="FILE",
+        help="an earlier inspect.csv: exit code 1 if spills, registers or memory grew since",
+    )
+    tuning_commands.add_commands(command)
+    timeline_command.add_command(command)
     return parser
 
 
@@ -208,6 +218,7 @@ def _fail(message: object, code: int) -> int:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     from jfabench.operator import load_providers
+    from jfabench.phases import overhead_sentence
     from jfabench.run import SweepStoppedError, Workers, run_sweep
     from jfabench.sweep import ConfigError, load_sweep
 
@@ -221,6 +232,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     if device is None:
         return _fail(note, MACHINE)
     settings = [*arguments.settings, *([f"measure.mode={arguments.measure}"] if arguments.measure else [])]
+    settings += [f"workers={arguments.workers}"] if arguments.workers else []
     try:
         sweep = load_sweep(
             arguments.config,
@@ -244,6 +256,14 @@ def _sweep(arguments: argparse.Namespace) -> int:
     known = load_providers(sweep.config.operator).by_name
     summaries = {name: known[name].summary for name in sweep.config.providers}
     command_line = shlex.join(["python", "-m", "jfabench", *sys.argv[1:]])
+    workers = Workers(
+        device,
+        folder.root / "worker.log",
+        arguments.timeout,
+        operator=sweep.config.operator,
+        providers=sweep.config.providers,
+        per_shape=sweep.config.workers == "per_shape",
+    )
     code = OK
     records: list[Record] = []
     try:
@@ -259,7 +279,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
                 listener=listener,
                 resume=arguments.resume,
                 retry_failed=arguments.retry_failed,
-                workers=Workers(device, folder.root / "worker.log", arguments.timeout),
+                workers=workers,
             )
     except SweepStoppedError as error:
         return _fail(error, MACHINE)
@@ -272,6 +292,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         code = INTERRUPTED
+    if told := overhead_sentence(records, workers.startup_seconds):
+        print(told)
     written = _write_report([folder], folder)
     return code or written or _verdict(records)
 
@@ -524,14 +546,15 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from jfabench import inspect_kernels, inspect_table
+    from jfabench import inspect_compare, inspect_kernels, inspect_table
 
     if not arguments.out.strip():
         return _fail("--out needs the name of a folder", USAGE)
     target = Path(arguments.out) / "inspect.csv"
+    broken: Exception | None = None
     try:
         # Read first: it may be the file that is written anew.
-        baseline = inspect_kernels.read_rows(Path(arguments.baseline)) if arguments.baseline else None
+        baseline = inspect_compare.read_rows(Path(arguments.against)) if arguments.against else None
         archs = inspect_kernels.architectures(arguments.arch)
         with Console(stderr=True).status("compiling") as status:
             inspected = inspect_kernels.inspect_kernels(
@@ -540,7 +563,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
     except inspect_kernels.InspectionError as error:
         return _fail(error, USAGE)
     except inspect_kernels.CompilationError as error:
-        return _fail(error, FAILED)
+        broken, inspected = error, list(error.inspected)
+        if not inspected:
+            return _fail(error, FAILED)
     except inspect_kernels.ToolchainError as error:
         return _fail(error, MACHINE)
     console = Console()
@@ -553,8 +578,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
     except OSError as error:
         return _fail(f"{target} could not be written: {error}", MACHINE)
     print(f"results: {target}")
-    if baseline is None:
-        return OK
-    comparison = inspect_kernels.compare(baseline, rows)
-    inspect_table.show_comparison(comparison, arguments.baseline, console)
-    return FAILED if comparison.starts_to_spill else OK
+    fails = False
+    if baseline is not None:
+        comparison = inspect_compare.compare(baseline, rows)
+        inspect_table.show_comparison(comparison, arguments.against, console)
+        fails = comparison.fails
+    if broken is not None:
+        return _fail(broken, FAILED)
+    return FAILED if fails else OK

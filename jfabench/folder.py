@@ -41,7 +41,7 @@ class Manifest:
 
     `axes` are the dotted names of the parameters that the grid varies, slowest first; `scale` is `full` or `cpu`
     (the small shapes that a sweep file declares for machines without a GPU). `providers` maps each provider to the
-    line that says what is timed.
+    line that says what is timed. `workers` is `per_shape` or `shared`, empty where an older version did not say.
     """
 
     config: str
@@ -57,6 +57,7 @@ class Manifest:
     started: str
     command: str
     version: str
+    workers: str = ""
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:

@@ -18,17 +18,22 @@ from typing import TYPE_CHECKING
 from jfabench.sass import KINDS, WHOLE, AssemblerReport, Mix, Region, mixes, parse_assembler
 
 if TYPE_CHECKING:
+    from jfabench.kernels.attention.estimate import StepCycles
     from jfabench.kernels.attention.offline import Binary, Launch
 
 FlatRow = Mapping[str, str]
 
 
 class InspectionError(ValueError):
-    """Says what was asked for that there is not, and what there is."""
+    """Says what was asked for that there is not, and what there is, or why a file is no baseline."""
 
 
 class CompilationError(RuntimeError):
-    """Says which kernel does not compile, and why."""
+    """Says which kernels do not compile, and why; `inspected` are the others."""
+
+    def __init__(self, reasons: Sequence[str], inspected: Sequence[Inspected]) -> None:
+        super().__init__("; ".join(reasons))
+        self.inspected = inspected
 
 
 class ToolchainError(RuntimeError):
@@ -56,11 +61,16 @@ class Subject:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Cycles of one step by unit, a lower bound; shared memory is None where it is not known."""
+    """Cycles of one step by unit, a lower bound; shared memory is None where it is not known.
+
+    `global_bytes` go beyond the multiprocessor; `memory` is what they take if all are in DRAM, which does not bound.
+    """
 
     tensor: float
     exponential: float
     shared: float | None
+    global_bytes: int
+    memory: float
     bound: str
 
 
@@ -86,7 +96,8 @@ class Inspected:
 
 
 KEY = tuple(Subject.__dataclass_fields__)
-ESTIMATES = tuple(f"estimate_{name}" for name in ("tensor_cycles", "exponential_cycles", "shared_cycles", "bound"))
+_UNITS = ("tensor_cycles", "exponential_cycles", "shared_cycles", "global_bytes", "memory_cycles", "bound")
+ESTIMATES = tuple(f"estimate_{name}" for name in _UNITS)
 COLUMNS = (
     *KEY,
     "role",
@@ -141,7 +152,10 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 def inspect_kernels(
     archs: Sequence[int], kernel: str | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> list[Inspected]:
-    """Compile and describe every kernel, or the one of that name, in every configuration and case."""
+    """Compile and describe every kernel, or the one of that name, in every configuration and case.
+
+    Raises `CompilationError` at the end, with all that do compile.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     offline = _offline()
@@ -161,28 +175,33 @@ def inspect_kernels(
         launches = [(launch, arch) for launch, arch in launches if launch.name == kernel]
     seen = set()
     found = []
+    reasons = []
     # The assembler and the disassembler run beside the compiler, which keeps one core busy.
     with ThreadPoolExecutor(max_workers=2) as pool:
         for i, (launch, arch) in enumerate(launches):
-            subject = _subject(launch, arch)
+            subject = subject_of(launch, arch)
             progress(f"{subject.arch} {launch.name}, {i + 1} of {len(launches)}")
             try:
                 binary = offline.compile_launch(launch, arch)
             except Exception as error:
                 first = (str(error).strip().splitlines() or [""])[0]
-                raise CompilationError(
+                reasons.append(
                     f"{launch.name} does not compile for {subject.arch} with {subject.config} ({subject.case}): "
                     f"{type(error).__name__}: {first}"
-                ) from error
+                )
+                continue
             # Other cases may lead to the same code, and both families launch some kernels.
             code = (launch.name, arch, subject.config, binary.ptx)
             if code not in seen:
                 seen.add(code)
                 found.append(pool.submit(_describe, launch, arch, subject, binary))
         try:
-            return [future.result() for future in found]
+            inspected = [future.result() for future in found]
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             raise _broken(error) from error
+    if reasons:
+        raise CompilationError(reasons, inspected)
+    return inspected
 
 
 def _broken(error: Exception) -> ToolchainError:
@@ -197,7 +216,8 @@ def _launches(arch: int) -> Iterator[Launch]:
             yield from offline.launches(family, direction, arch)
 
 
-def _subject(launch: Launch, arch: int) -> Subject:
+def subject_of(launch: Launch, arch: int) -> Subject:
+    """What `launch`, compiled for `arch`, is in the table."""
     from jfabench.kernels.attention import offline
 
     config = " ".join(f"{name}={value}" for name, value in launch.config.items())
@@ -229,9 +249,14 @@ def _describe(launch: Launch, arch: int, subject: Subject, binary: Binary) -> In
         binary.tmem_columns,
         roles,
         bool(regions) and len(roles) == 1,
-        Estimate(cycles.tensor, cycles.exponential, cycles.shared, cycles.bound) if cycles else None,
+        _estimate(cycles) if cycles else None,
         offline.compiler(arch),
     )
+
+
+def _estimate(cycles: StepCycles) -> Estimate:
+    units = cycles.tensor, cycles.exponential, cycles.shared
+    return Estimate(*units, cycles.global_bytes, round(cycles.memory, 1), cycles.bound)
 
 
 # CSV -----------------------------------------------------------------------------------------------------------------
@@ -266,95 +291,3 @@ def write_rows(path: Path, rows: Iterable[FlatRow]) -> None:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Of a file that `write_rows` wrote, perhaps by another version that counted other instructions."""
-    try:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            columns = set(reader.fieldnames or ())
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InspectionError(f"{path} cannot be read as a baseline: {why}") from error
-    needed = {*KEY, "role", *COMPARED, *SPILLS, "compiler"}
-    missing = sorted(needed - columns)
-    if missing:
-        raise InspectionError(
-            f"{path} is no baseline: it lacks {', '.join(missing)}; take an inspect.csv that `jfabench inspect` wrote"
-        )
-    for row in rows:
-        if not all((row[name] or "").isdigit() for name in (*COMPARED, *SPILLS)):
-            raise InspectionError(f"{path} is no baseline: {row['kernel']} has no number where one is needed")
-    return rows
-
-
-# comparing -----------------------------------------------------------------------------------------------------------
-
-COMPARED = {"registers": "registers", "shared_bytes": "bytes of shared memory"}
-SPILLS = ("spill_store_bytes", "spill_load_bytes")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """`worse` has a line for each thing that got worse, `notes` for what was not compared, and why."""
-
-    worse: tuple[str, ...]
-    notes: tuple[str, ...]
-    starts_to_spill: bool
-    compared: int
-
-
-def compare(baseline: Iterable[FlatRow], rows: Iterable[FlatRow]) -> Comparison:
-    """Of the kernels in `rows` with those of the same name, configuration and case in `baseline`.
-
-    A kernel that the baseline lacks starts to spill if it spills. Registers of different compilers mean nothing.
-    """
-    before = {_key(row): row for row in baseline if row["role"] == WHOLE}
-    now = {_key(row): row for row in rows if row["role"] == WHOLE}
-    compilers = {row["arch"]: row["compiler"] for row in before.values()}
-    worse: list[str] = []
-    notes: dict[str, None] = {}
-    starts = False
-    compared = new = 0
-    for key, row in now.items():
-        used = compilers.get(row["arch"])
-        if used is None:
-            notes[f"{row['arch']}: not in the baseline"] = None
-            continue
-        if used != row["compiler"]:
-            notes[f"{row['arch']}: not compared, the baseline is of {used} and this is {row['compiler']}"] = None
-            continue
-        old = before.get(key)
-        compared += old is not None
-        new += old is None
-        was, spilled = _spilled(old) if old else 0, _spilled(row)
-        if spilled > was:
-            starts = starts or was == 0
-            change = f"spills {spilled} bytes, before {was}" if old else f"is new and spills {spilled} bytes"
-            worse.append(f"{_name(row)}: {change}")
-        for column, unit in COMPARED.items():
-            if old and int(row[column]) > int(old[column]):
-                worse.append(f"{_name(row)}: {row[column]} {unit}, before {old[column]}")
-    if new:
-        notes[f"{new} not in the baseline"] = None
-    kinds = {(row["arch"], row["kernel"]) for row in now.values()}
-    gone = sum((row["arch"], row["kernel"]) in kinds and key not in now for key, row in before.items())
-    if gone:
-        notes[f"{gone} of the baseline's are not compiled any more"] = None
-    return Comparison(tuple(worse), tuple(notes), starts, compared)
-
-
-def _key(row: FlatRow) -> tuple[str, ...]:
-    return tuple(row[name] for name in KEY)
-
-
-def _spilled(row: FlatRow) -> int:
-    return max(int(row[name]) for name in SPILLS)
-
-
-def _name(row: FlatRow) -> str:
-    broadcast = " broadcast" if row["broadcast"] == "True" else ""
-    case = f"D={row['head_dim']} group={row['group']} mask={row['mask']}{broadcast}"
-    return f"{row['kernel']} {row['arch']} [{row['config']}] {case}"

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jfabench.inspect_kernels import Comparison, Inspected
+from jfabench.inspect_compare import Comparison
+from jfabench.inspect_kernels import Inspected
 from jfabench.sass import Mix
 
 MIX: dict[str, tuple[str, ...]] = {  # heading, and what is counted, of each of a column's numbers
@@ -108,7 +109,7 @@ def _show_estimates(kernels: Sequence[Inspected], console: Console) -> None:
     )
     for heading in ("kernel", "arch", "config", "D"):
         table.add_column(heading, overflow="fold")
-    for heading in ("tensor", "exponential", "shared", "bound"):
+    for heading in ("tensor", "exponential", "shared", "bound", "bytes moved", "if in DRAM"):
         table.add_column(heading, justify="right")
     rows: dict[tuple[str, ...], None] = {}
     for kernel in kernels:
@@ -120,7 +121,8 @@ def _show_estimates(kernels: Sequence[Inspected], console: Console) -> None:
             for value in (estimate.tensor, estimate.exponential, estimate.shared)
         ]
         bound = estimate.bound if estimate.shared is not None else f"{estimate.bound}, or shared"
-        rows[(subject.kernel, subject.arch, subject.config, str(subject.head_dim), *cycles, bound)] = None
+        moved = f"{estimate.global_bytes:,}", f"{estimate.memory:,.0f}"
+        rows[(subject.kernel, subject.arch, subject.config, str(subject.head_dim), *cycles, bound, *moved)] = None
     for row in sorted(rows):
         table.add_row(*(escape(cell) for cell in row))
     if rows:
@@ -128,15 +130,27 @@ def _show_estimates(kernels: Sequence[Inspected], console: Console) -> None:
 
 
 def show_comparison(comparison: Comparison, baseline: str, console: Console) -> None:
+    """What got worse, what fails the comparison first, then what was not compared."""
+
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    if comparison.compared:
+    if comparison.compared or comparison.worse:
         verdict = f"{len(comparison.worse)} got worse" if comparison.worse else "nothing got worse"
-        say(f"baseline {baseline}: {comparison.compared} compared, {verdict}")
+        say(f"against {baseline}: {comparison.compared} compared, {verdict}")
     else:
-        say(f"baseline {baseline}: nothing was compared")
-    for line in comparison.worse:
-        say(f"  worse: {line}")
+        say(f"against {baseline}: nothing was compared")
+    if comparison.worse:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("", "kernel", "config and case", "what"):
+            table.add_column(heading, overflow="fold")
+        for heading in ("before", "now"):
+            table.add_column(heading, justify="right")
+        for change in comparison.worse:
+            verdict = "[red]fails[/]" if change.fails else "within limits"
+            names = escape(f"{change.kernel} {change.arch}"), escape(f"{change.config}; {change.case}")
+            before = "new" if change.before is None else f"{change.before:,}"
+            table.add_row(verdict, *names, change.what, before, f"{change.now:,}")
+        console.print(table)
     for line in comparison.notes:
-        say(f"  note: {line}")
+        say(f"note: {line}")

@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel
 
@@ -76,6 +76,22 @@ class Provider(Protocol):
 
     def prepare(self, inputs: Any, direction: Direction) -> Call:
         """Does all that must stay outside the timed region (for `bwd`: the forward, too) and returns the call."""
+        ...
+
+
+@runtime_checkable
+class Preloading(Protocol):
+    """What a provider may offer besides: its library is then imported before any case, and beside other measurements.
+
+    A worker process is prepared while another one measures. What `preload` has done there, no case has to wait for.
+    """
+
+    def preload(self) -> None:
+        """Imports whatever `prepare` and its call need, and touches no GPU: no context, no tensor on a device.
+
+        Called once in a process, before `prepare`, if the provider is available. Whatever it raises is reported as the
+        reason why the provider is unavailable.
+        """
         ...
 
 

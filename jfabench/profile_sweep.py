@@ -241,7 +241,7 @@ def _run(cases: Sequence[Case], folder: ResultFolder, chosen: Plan, say: Callabl
     while True:
         with tempfile.TemporaryDirectory(prefix="jfabench-profile-") as name:
             here = Path(name)
-            job = Job(tuple(cases), chosen.device, POLICY, time.time())
+            job = Job(tuple(cases), chosen.device, POLICY)
             (here / "job.json").write_text(json.dumps({"job": job.to_json(), "timeout": chosen.timeout}))
             log = here / "ncu.log"
             report = here / "report.ncu-rep" if chosen.keep_reports else None

@@ -120,9 +120,18 @@ class Measurement:
     spans: tuple[tuple[float, ...], ...] = ()
 
 
+_MAPPINGS = ("env", "clocks", "inputs", "counters", "phases")
+
+
 @dataclass(frozen=True)
 class Record:
-    """The outcome of one case. `env` describes machine and software, `clocks` the GPU just before and after."""
+    """The outcome of one case.
+
+    `env` describes machine and software, `clocks` the GPU just before and after. `phases` says where the time of the
+    sweep went, in seconds (see `jfabench.phases`): over all records they add up to the whole of it, its start-up
+    excepted. `worker` is the id of the process that the case was visited in. `overhead_seconds` is what older versions
+    stored instead of `phases`; `overhead` reads either.
+    """
 
     case: Case
     status: Status
@@ -135,6 +144,8 @@ class Record:
     clocks: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Any] = field(default_factory=dict)
     counters: Mapping[str, Any] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
+    worker: int | None = None
     overhead_seconds: float | None = None
     schema: int = SCHEMA
 
@@ -144,7 +155,7 @@ class Record:
         data["work"] = _plain(self.work)
         data["checks"] = [_plain(check) for check in self.checks]
         data["measurement"] = _plain(self.measurement)
-        for name in ("env", "clocks", "inputs", "counters"):
+        for name in _MAPPINGS:
             data[name] = dict(data[name])
         return data
 
@@ -157,7 +168,7 @@ class Record:
         schema = data["schema"]
         if schema > SCHEMA:
             raise ValueError(f"record schema {schema} is newer than this jfabench reads ({SCHEMA}): update jfabench")
-        for name in ("env", "clocks", "inputs", "counters"):
+        for name in _MAPPINGS:
             if not isinstance(data.get(name, {}), dict):
                 raise TypeError(f"{name} is no mapping")
         work, measurement = data.get("work"), data.get("measurement")
@@ -172,6 +183,48 @@ class Record:
             }
             values["measurement"] = Measurement(**{**measurement, **blocks})
         return cls(**values)
+
+
+_WARMING = frozenset({"first call", "warmup"})
+
+
+def overhead(record: Record) -> float | None:
+    """Seconds that the sweep spent on a case beyond its first call, its warm-up and its measured calls; None: unknown.
+
+    So it is all that passed from the end of the case or the visit before: handing over to a worker, creating a CUDA
+    context, inputs, oracle and checks, but also the flushes and the profiler's sessions between measured calls. Exact
+    but in mode `cudagraph`, where a sample is the mean of several calls: there it is an upper bound. The first call of
+    a provider may load, compile and tune; records of older versions count it as overhead.
+    """
+    if not record.phases:
+        return record.overhead_seconds
+    rounds = record.measurement.rounds if record.measurement else ()
+    # Kernels that ran at the same time all count in full in a sample: the sum may exceed what passed.
+    calls = min(math.fsum(map(math.fsum, rounds)), record.phases.get("measure", 0.0))
+    return math.fsum(seconds for phase, seconds in record.phases.items() if phase not in _WARMING) - calls
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the harness itself cost, in seconds: the overhead of the first case, and of those after it.
+
+    `first_calls` is what the first calls of all took together; they are no overhead.
+    """
+
+    first: float
+    mean: float
+    most: float
+    first_calls: float
+
+
+def cost(records: Iterable[Record]) -> Cost | None:
+    """Of the records that say where their time went, in the order of measurement; None for fewer than two."""
+    known = [record for record in records if record.phases]
+    if len(known) < 2:
+        return None
+    first, *later = (overhead(record) or 0.0 for record in known)
+    first_calls = math.fsum(record.phases.get("first call", 0.0) for record in known)
+    return Cost(first, math.fsum(later) / len(later), max(later), first_calls)
 
 
 def finite_or_none(value: float) -> float | None:

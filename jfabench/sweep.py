@@ -24,6 +24,7 @@ from jfabench.policy import MeasurePolicy
 from jfabench.records import Case, Direction
 
 Scale = Literal["full", "cpu"]
+WorkerMode = Literal["per_shape", "shared"]
 KeyPath = tuple[str | int, ...]
 
 
@@ -69,6 +70,10 @@ class SweepConfig(_Strict):
     axes: dict[str, list[Any]] = {}
     overrides: list[Override] = []
     measure: MeasurePolicy = MeasurePolicy()  # type: ignore[call-arg]
+    workers: WorkerMode = Field(
+        "per_shape",
+        description="per_shape: a process for each shape; shared: one process goes on until anything fails in it",
+    )
     cpu: CpuScale | None = None
 
 

@@ -11,7 +11,7 @@ import gc
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,29 +24,40 @@ from jfabench.records import DIRECTIONS, Case, Direction, Measurement, Record, S
 
 @dataclass(frozen=True)
 class Job:
-    """Cases of one shape, to be measured on one device (`"cpu"`, `"cuda"` or `"cuda:N"`).
-
-    `asked` is when the sweep had nothing else left to do but this, in seconds since the epoch (0: unknown): what
-    passes until the visit begins is part of its overhead.
-    """
+    """Cases of one shape, to be measured on one device (`"cpu"`, `"cuda"` or `"cuda:N"`)."""
 
     cases: tuple[Case, ...]
     device: str
     policy: MeasurePolicy
-    asked: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "cases": [case.to_json() for case in self.cases],
             "device": self.device,
             "policy": self.policy.model_dump(),
-            "asked": self.asked,
+            "asked": 0.0,  # workers of older revisions read it, and ignore 0
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:
         cases = tuple(Case.from_json(case) for case in data["cases"])
-        return cls(cases, data["device"], MeasurePolicy.model_validate(data["policy"]), data["asked"])
+        return cls(cases, data["device"], MeasurePolicy.model_validate(data["policy"]))
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a worker can do before it has a job: import the libraries of these providers, for this device."""
+
+    operator: str
+    providers: tuple[str, ...]
+    device: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Preparation:
+        return cls(data["operator"], tuple(data["providers"]), data["device"])
 
 
 class Reporter(Protocol):
@@ -56,24 +67,22 @@ class Reporter(Protocol):
 
     def record(self, record: Record) -> None: ...
 
-    def overhead(self, case: Case, cases: int) -> float:
-        """Seconds so far that were neither warm-up nor measured calls: the case's own, and its share of the common."""
-        ...
-
 
 class StartAfreshError(RuntimeError):
     """This process can measure nothing more: the device answers only errors, or a provider changed the inputs."""
 
 
-def run_job(job: Job, report: Reporter) -> None:
+def run_job(job: Job, report: Reporter, unimportable: Mapping[str, str] | None = None) -> None:
     """Reports one record for each case of the job, as soon as it is known.
 
+    `unimportable` are providers whose library could not be imported, and why: their cases are unavailable.
     Leaves the process as it was for the next job, as far as that is possible: no tensors, no memory held, torch's
     settings put back. Raises `StartAfreshError` after the record of the case that made it necessary; the cases without
     a record need another process.
     """
+    report.phase(None, "set-up")
     with _stream_of(job):
-        _Visit(job, report).run()
+        _Visit(job, report, unimportable or {}).run()
     _free()
 
 
@@ -81,6 +90,7 @@ def run_job(job: Job, report: Reporter) -> None:
 class _Visit:
     job: Job
     report: Reporter
+    unimportable: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from jfabench import env
@@ -119,17 +129,15 @@ class _Visit:
         restore_torch_settings(settings)
 
     def _finish(self, case: Case, status: Status, reason: str = "", **values: Any) -> None:
-        overhead = self.report.overhead(case, len(self.job.cases))
-        record = replace(
-            self.blank[case], status=status, reason=reason, when=_now(), overhead_seconds=overhead, **values
-        )
-        self.report.record(record)
+        self.report.record(replace(self.blank[case], status=status, reason=reason, when=_now(), **values))
 
     def _is_possible(self, case: Case) -> bool:
         provider = self.providers[case.provider]
         try:
             if missing := provider.unavailable(self.kind):
                 self._finish(case, "unavailable", str(missing))
+            elif why := self.unimportable.get(case.provider):
+                self._finish(case, "unavailable", f"its library cannot be imported ({why}): reinstall it")
             elif reason := provider.unsupported(self.params, case.direction):
                 self._finish(case, "unsupported", reason)
             else:

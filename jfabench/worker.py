@@ -3,32 +3,46 @@
 It reads jobs (one JSON object a line) from standard input and writes events (one JSON object a line) to the file
 descriptor named on its command line; standard output and error stay free for whatever providers print. Events:
 
+    {"event": "import", "provider": <name>}     before the job: it imports the library of this provider
+    {"event": "ready"}                          it has imported everything, and waits for a job
     {"event": "phase", "case": <key or null>, "phase": <name>}
     {"event": "record", "record": {...}}
     {"event": "done", "again": <whether it is fit for another job>}
 
-Phases are `inputs`, `oracle`, then for each case `prepare`, `first call` (which may load, compile and tune), `check`,
-then in turns `warmup` and `measure`, and `finish`; what comes before them is `start`.
+Each also says when it happened (`at`, by `time.monotonic`). Phases are `set-up` (the CUDA context), `inputs`, `oracle`,
+then for each case `prepare`, `first call` (which may load, compile and tune), `check`, then in turns `warmup` and
+`measure`, and `finish`.
 
 A phase is announced before it begins, so whoever reads the events knows what a worker that dies or hangs was doing.
-After `done` it waits for the next job, and ends when there is none: what takes seconds once in a process (importing
-torch and a provider's library, creating a CUDA context, loading and tuning kernels) then burdens the first job alone.
+After `done` it waits for the next job, and ends when there is none.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
+from jfabench.operator import Preloading, Provider, load_providers
 from jfabench.records import Case, Record
-from jfabench.visit import Job, StartAfreshError, bytes_left_behind, run_job
+from jfabench.visit import (
+    Job,
+    Preparation,
+    StartAfreshError,
+    bytes_left_behind,
+    describe_failure,
+    restore_torch_settings,
+    run_job,
+    torch_settings,
+)
 
 EXIT_START_AFRESH = 75
 """The exit code of a worker that has recorded the case that spoilt it; a fresh one may go on with the rest."""
@@ -36,23 +50,20 @@ EXIT_START_AFRESH = 75
 MOST_LEFT_BEHIND = 2**30
 """Bytes of device memory in use after a job beyond which a worker takes no other; libraries' workspaces take less."""
 
-WORTH_NAMING = 1.0
-"""Seconds from which the log names a phase of a single case."""
 
-_MEASURING = ("warmup", "measure")
-
-
-@dataclass
+@dataclass(frozen=True)
 class Emitter:
-    """Writes events, and keeps account of the seconds spent in each phase, by case (None: for all of them)."""
+    """Writes events."""
 
     stream: TextIO
-    since: float = field(default_factory=time.time)
-    present: tuple[str, Case | None] = ("start", None)
-    spent: dict[tuple[str, Case | None], float] = field(default_factory=dict)
+
+    def importing(self, provider: str) -> None:
+        self._write({"event": "import", "provider": provider})
+
+    def ready(self) -> None:
+        self._write({"event": "ready"})
 
     def phase(self, case: Case | None, phase: str) -> None:
-        self._account((phase, case))
         self._write({"event": "phase", "case": case.key if case else None, "phase": phase})
 
     def record(self, record: Record) -> None:
@@ -61,34 +72,8 @@ class Emitter:
     def done(self, again: bool) -> None:
         self._write({"event": "done", "again": again})
 
-    def _account(self, following: tuple[str, Case | None]) -> None:
-        now = time.time()
-        self.spent[self.present] = self.spent.get(self.present, 0.0) + now - self.since
-        self.present, self.since = following, now
-
-    def overhead(self, case: Case, cases: int) -> float:
-        """Seconds so far that were neither warm-up nor measured calls: the case's own, and its share of the common."""
-        self._account(self.present)
-        own = sum(s for (phase, who), s in self.spent.items() if who == case and phase not in _MEASURING)
-        common = sum(s for (_, who), s in self.spent.items() if who is None)
-        return own + common / cases
-
-    def phases(self) -> str:
-        """The seconds of each phase, over all cases, for the log; then what took long in a single case."""
-        self._account(self.present)
-        total: dict[str, float] = {}
-        for (phase, _), seconds in self.spent.items():
-            total[phase] = total.get(phase, 0.0) + seconds
-        long = [
-            f"{phase} of {who.provider} {who.direction} {seconds:.2f} s"
-            for (phase, who), seconds in self.spent.items()
-            if who is not None and seconds >= WORTH_NAMING and phase not in _MEASURING
-        ]
-        text = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in total.items())
-        return f"{text} ({', '.join(long)})" if long else text
-
     def _write(self, event: Mapping[str, Any]) -> None:
-        self.stream.write(json.dumps(event) + "\n")
+        self.stream.write(json.dumps({**event, "at": time.monotonic()}) + "\n")
         self.stream.flush()
 
 
@@ -109,18 +94,59 @@ def _limit_memory(kind: str) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (physical, physical))
 
 
-def _import_ahead() -> None:
-    """The slow imports: a worker that is started ahead of its job waits for it with these done, the GPU untouched.
+def prepare(preparation: Preparation, emit: Emitter) -> dict[str, str]:
+    """Does what takes long once in a process and needs neither a shape nor the GPU, which another worker may be using.
 
-    torch imports its compiler, a thousand modules, when a dispatch mode is first at work, as one is in every check.
+    Returns the providers whose library cannot be imported, and why.
     """
     import torch
 
     import jfabench.measure  # noqa: F401
+    from jfabench import env
     from jfabench.check import poisoned_allocations
 
+    # torch imports its compiler, a thousand modules, when a dispatch mode is first at work, as one is in every check.
     with poisoned_allocations():
         torch.empty(1)
+    env.environment("cpu")  # what it finds out by other programs, it keeps
+    providers = load_providers(preparation.operator).by_name if preparation.operator else {}
+    chosen = [providers[name] for name in preparation.providers if name in providers]
+    failed = {}
+    for provider in chosen:
+        if why := _import_library(provider, preparation.device.split(":")[0], emit):
+            failed[provider.name] = why
+    gc.collect()
+    gc.freeze()  # a million objects that live as long as the process: no later collection need walk through them
+    return failed
+
+
+def _import_library(provider: Provider, kind: str, emit: Emitter) -> str:
+    """Why the provider's library cannot be imported; empty if it can be, or if none is to be."""
+    import torch
+
+    if not isinstance(provider, Preloading) or not _is_available(provider, kind):
+        return ""
+    emit.importing(provider.name)
+    cuda: Any = torch.cuda  # torch leaves it untyped
+    settings, untouched = torch_settings(), not cuda.is_initialized()
+    try:
+        provider.preload()
+    except (Exception, SystemExit) as error:
+        _, reason = describe_failure(error)
+        return reason
+    finally:
+        if left := restore_torch_settings(settings):
+            print(f"importing the library of {provider.name} changed torch's {left}; changed back")
+        if untouched and cuda.is_initialized():
+            print(f"importing the library of {provider.name} created a CUDA context, perhaps beside a measurement")
+    return ""
+
+
+def _is_available(provider: Provider, kind: str) -> bool:
+    """As far as it can be asked; where that fails, its cases will tell."""
+    with suppress(Exception):
+        return provider.unavailable(kind) is None
+    return False
 
 
 def _jobs() -> Iterator[Job]:
@@ -134,20 +160,18 @@ def _jobs() -> Iterator[Job]:
             yield Job.from_json(json.loads(line))
 
 
-def _serve(job: Job, emit: Emitter) -> bool:
+def _serve(job: Job, emit: Emitter, unimportable: Mapping[str, str]) -> bool:
     """Does the job; returns whether this process is fit for another one. Does not return if it must end at once."""
     kind = job.device.split(":")[0]
     _limit_memory(kind)
     process = os.getpid()
-    emit.since = job.asked or emit.since
     try:
-        run_job(job, emit)
+        run_job(job, emit, unimportable)
     except StartAfreshError as error:
         print(f"a fresh worker is needed: {error}", file=sys.stderr)
         _end(EXIT_START_AFRESH)
     if os.getpid() != process:
         _end(0)  # a provider forked, and this is the child: it has nothing to say
-    print(f"{len(job.cases)} cases of {job.cases[0].operator}: {emit.phases()}", flush=True)
     left = bytes_left_behind(kind)
     if left > MOST_LEFT_BEHIND:
         print(f"{left} bytes of device memory are still in use: a fresh worker is needed for the next shape")
@@ -164,11 +188,12 @@ def _end(code: int) -> NoReturn:
 def main(argv: Sequence[str]) -> NoReturn:
     _die_with_parent()
     jobs = _jobs()
-    _import_ahead()
     with os.fdopen(int(argv[0]), "w", encoding="utf-8") as stream:
+        emit = Emitter(stream)
+        unimportable = prepare(Preparation.from_json(json.loads(argv[1])), emit)
+        emit.ready()
         for job in jobs:
-            emit = Emitter(stream)
-            again = _serve(job, emit)
+            again = _serve(job, emit, unimportable)
             emit.done(again)
             if not again:
                 break

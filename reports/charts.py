@@ -8,7 +8,6 @@ panel.
 
 from __future__ import annotations
 
-import io
 import math
 import re
 import textwrap
@@ -20,11 +19,9 @@ import numpy as np
 import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
-from PIL import Image
 
 from jfabench.folder import write_whole
 from jfabench.reports import derive, palette, svg
@@ -44,6 +41,7 @@ from jfabench.reports.figures import (
     value_text,
 )
 from jfabench.reports.load import Results
+from jfabench.reports.pictures import RC, png, svg_text
 
 _MAX_BARS = 20  # points of a line that get a bar and a marker each; a longer one gets a band
 
@@ -52,25 +50,6 @@ _WIDTH, _PLOT = 2.05, 1.9
 _LEFT, _TOP, _BOTTOM, _NOTE_LINE = 0.5, 0.42, 0.45, 0.16
 _TITLE, _SUBTITLE, _GAP, _LEGEND_LINE = 0.26, 0.19, 0.2, 0.21
 _LETTER = 0.078  # of a text in the base size, on average and rounded up
-_DPI = 144
-
-_RC = {
-    "svg.fonttype": "none",  # text stays text: small, searchable, and set in the reader's own font
-    "svg.hashsalt": "jfabench",
-    "font.family": ["sans-serif"],
-    "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"],
-    "font.size": 9.5,
-    "axes.edgecolor": palette.LINE,
-    "axes.labelcolor": palette.MUTED,
-    "axes.titlecolor": palette.TEXT,
-    "text.color": palette.TEXT,
-    "xtick.color": palette.MUTED,
-    "ytick.color": palette.MUTED,
-    "grid.color": palette.LINE,
-    "figure.facecolor": palette.BACKGROUND,
-    "axes.facecolor": palette.BACKGROUND,
-    "text.parse_math": False,  # names may hold a dollar sign
-}
 
 
 @dataclass(frozen=True)
@@ -113,11 +92,8 @@ def draw(results: Results) -> Charts:
     omitted: list[str] = []
     for figure in figures(results, omitted):
         fig, axes = render(figure)
-        with rc_context(_RC):  # fonts and salts are read while saving
-            buffer = io.StringIO()
-            fig.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-            picture = _png(fig)
-        text = svg.compact(buffer.getvalue())
+        with rc_context(RC):
+            text, picture = svg_text(fig), png(fig)
         for name, content in ((f"{figure.stem}.svg", text.encode()), (f"{figure.stem}.png", picture)):
             write_whole(folder / name, content)
             written.add(name)
@@ -129,17 +105,6 @@ def draw(results: Results) -> Charts:
 
 
 _OURS = re.compile(rf"({'|'.join(metric.name for metric in METRICS)})(-.*)?\.(svg|png)")
-
-
-def _png(fig: Figure) -> bytes:
-    """A line chart needs few colours: a palette makes the file a quarter of the size."""
-    canvas = FigureCanvasAgg(fig)
-    fig.set_dpi(_DPI)
-    canvas.draw()
-    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    buffer = io.BytesIO()
-    image.quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(buffer, format="png")
-    return buffer.getvalue()
 
 
 # Drawing -------------------------------------------------------------------------------------------------------------
@@ -166,7 +131,7 @@ def render(spec: FigureSpec) -> tuple[Figure, list[DrawnPanel]]:
     legend = _LEGEND_LINE * math.ceil((len(spec.styles) + 1) / legend_columns) + 0.12
     noted = _NOTE_LINE * max(len(_wrapped(texts, cell)) for texts in notes.values())
     height = _TOP + _PLOT + _BOTTOM + noted
-    with rc_context(_RC):
+    with rc_context(RC):
         header = _TITLE * len(titles) + _SUBTITLE * len(subtitles) + _GAP
         total = (width, header + height * lines + legend)
         fig = Figure(figsize=total)

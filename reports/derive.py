@@ -26,7 +26,7 @@ import pandas as pd
 
 from jfabench.folder import Ceilings
 from jfabench.intervals import Rounds, is_precise, median_interval
-from jfabench.records import DIRECTIONS, STATUSES, Measurement, Record, canonical_json
+from jfabench.records import DIRECTIONS, STATUSES, Measurement, Record, canonical_json, overhead
 from jfabench.reports import statistics as tables
 from jfabench.reports.statistics import geometric_mean
 
@@ -326,7 +326,7 @@ def _machine_columns(records: Sequence[Record]) -> dict[str, Any]:
             columns[name] = [dictionary.get(name) for dictionary in dictionaries]
     columns["gpu"] = [gpu_name(record.env) for record in records]
     columns["commit"] = [commit_name(record.env) for record in records]
-    columns["overhead_s"] = _floats(record.overhead_seconds for record in records)
+    columns["overhead_s"] = _floats(overhead(record) for record in records)
     columns["when"] = [record.when for record in records]
     return columns
 

@@ -14,8 +14,9 @@ from markupsafe import Markup
 
 from jfabench.collector import without_collector
 from jfabench.folder import ResultFolder, write_json, write_whole
-from jfabench.records import STATUSES
+from jfabench.records import STATUSES, cost
 from jfabench.reports import charts, derive, figures, palette
+from jfabench.reports import sections as extras
 from jfabench.reports.load import Results, load, not_ok, write_table
 
 # How each operator counts its work, for readers; the counting itself is the operator's.
@@ -91,6 +92,7 @@ def render(results: Results, drawn: charts.Charts) -> str:
         failures=_groups(failed),
         unsupported=_groups(neutral),
         table=table_data(results, [grid.layout for grid in grids]),
+        tuning=extras.sections(folder.root for folder in (results.target, *results.folders)),
         environment=_environment_tables(results.environments),
         modes={
             mode: MODES.get(mode, "a mode that this version does not know.") for mode in rows["mode"].unique() if mode
@@ -98,7 +100,8 @@ def render(results: Results, drawn: charts.Charts) -> str:
         work_text={name: WORK.get(name, "As the operator defines it.") for name in rows["operator"].unique()},
         cpu_note=figures.CPU_NOTE,
         when=_period(rows),
-        theme=_theme(),
+        cost=cost(results.records),
+        theme=theme(),
         place=_shown(results.target.root),
         sources=[_shown(folder.records) for folder in results.folders],
         script=Markup((Path(__file__).parent / "templates" / "report.js").read_text(encoding="utf-8")),
@@ -138,7 +141,7 @@ def _period(rows: pd.DataFrame) -> str:
     return f"{first} to {last[11:] if first[:10] == last[:10] else last}"
 
 
-def _theme() -> Markup:
+def theme() -> Markup:
     """The two palettes as CSS custom properties."""
     light = {"bg": palette.BACKGROUND, "text": palette.TEXT, "muted": palette.MUTED, "line": palette.LINE}
     dark = {

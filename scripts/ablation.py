@@ -1,16 +1,21 @@
 """What each idea in the Hopper kernels is worth: a base configuration against one change at a time.
 
-    python scripts/ablation.py [--rounds 15]
+    python scripts/ablation.py [--rounds 15] [--csv ablation.csv]
 
 Needs a GPU of sm_90. Prints a Markdown table for each direction: TFLOP/s of useful work, from the median time of calls
 that are timed in turns by CUDA events with a cold L2 cache, and the difference from the base. A time includes all that
 a call launches, also the schedule, except where the table says so. Bold: what serves the shape untuned.
+
+The schedules: `none` deals the tiles out in the order of the batch, `sorted` heaviest first, `zigzag` (the base) every
+other round backwards; `LPT` gives a multiprocessor that is free the heaviest tile that is left, which the hardware does
+where each tile is a program of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import functools
 import multiprocessing
 import os
@@ -20,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
@@ -84,7 +90,7 @@ class Variant:
     direction: Literal["forward", "backward"]
     name: str
     config: Any
-    schedule: Callable[[Sequences, int], TileList] | None = None  # makes the list of tiles ahead, once for a shape
+    schedule: Callable[..., TileList] | None = None  # `build_tiles` or alike: makes the list ahead, once for a shape
     build: bool = True  # whether a call builds a list, be it that another one is used
     programs: int | None = None  # in place of as many as are resident at once
 
@@ -94,7 +100,11 @@ class Variant:
         return self.schedule is None and self.programs is None
 
     def prepared(self, sequences: Sequences) -> TileList | None:
-        return self.schedule(sequences, self.config.block_m) if self.schedule else None
+        if self.schedule is None:
+            return None
+        over_keys = self.direction == "backward"
+        block = configs.TILE_KEYS if over_keys else self.config.block_m
+        return self.schedule(sequences, block, over_keys=over_keys)
 
 
 @contextlib.contextmanager
@@ -117,8 +127,8 @@ def installed(variant: Variant, prepared: TileList | None) -> Iterator[None]:
         yield
 
 
-def unsorted_tiles(sequences: Sequences, block: int) -> TileList:
-    """The tiles of queries in the order of the batch."""
+def unsorted_tiles(sequences: Sequences, block: int, *, over_keys: bool = False) -> TileList:
+    """The tiles of queries (or keys) in the order of the batch."""
     k_ends = sequences.k_offsets.long().cpu()
     k_start, k_len = k_ends[:-1], k_ends.diff()
     if sequences.q_offsets is None:
@@ -128,7 +138,7 @@ def unsorted_tiles(sequences: Sequences, block: int) -> TileList:
         q_ends = sequences.q_offsets.long().cpu()
         out_start = q_start = q_ends[:-1]
         q_len = q_ends.diff()
-    counts = (q_len + block - 1) // block
+    counts = ((k_len if over_keys else q_len) + block - 1) // block
     of = torch.repeat_interleave(counts)
     number = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]
     entries = torch.zeros(1 + len(of), ENTRY.value, dtype=torch.int32)
@@ -142,7 +152,7 @@ def forward_variants() -> list[Variant]:
     base = configs.ForwardConfig()
     changed = [
         replace(base, pingpong=False),
-        replace(base, late=False),
+        replace(base, late=True),
         replace(base, peel=False),
         replace(base, block_n=64),
         replace(base, block_n=64, kv_stages=4),
@@ -151,11 +161,11 @@ def forward_variants() -> list[Variant]:
     dealt = replace(base, zigzag=False)
     forward = functools.partial(Variant, "forward")
     return [
-        forward("base", base),
+        forward("base: zigzag schedule", base),
         forward("schedule built before the call", base, build_tiles, build=False),
-        forward("tiles in the order of the batch", base, unsorted_tiles),
-        forward("tiles sorted, every round dealt in the same direction", dealt),
-        forward("tiles sorted, one program each", dealt, programs=2**31),
+        forward("schedule none", dealt, unsorted_tiles),
+        forward("schedule sorted", dealt),
+        forward("schedule LPT, a program a tile", dealt, programs=2**31),
         *(forward(difference(base, config), config) for config in changed),
     ]
 
@@ -164,7 +174,13 @@ def backward_variants() -> list[Variant]:
     base = configs.BackwardConfig()
     changed = [replace(base, add_dq=False), replace(base, stages=base.stages + 1)]
     backward = functools.partial(Variant, "backward")
-    return [backward("base", base), *(backward(difference(base, config), config) for config in changed)]
+    return [
+        backward("base: zigzag schedule", base),
+        backward("schedule built before the call", base, build_tiles, build=False),
+        backward("schedule none", base, unsorted_tiles),
+        backward("schedule LPT, a program a tile", base, programs=2**31),
+        *(backward(difference(base, config), config) for config in changed),
+    ]
 
 
 def difference(base: Any, config: Any) -> str:
@@ -251,6 +267,19 @@ def table(variants: list[Variant], columns: list[Column]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def write_csv(path: Path, columns: list[Column]) -> None:
+    """A row for each variant that was timed and each shape."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("direction", "variant", "config", "shape", "median_s", "tflops", "serves_untuned"))
+        for column in columns:
+            for variant, seconds in column.seconds.items():
+                speed = flops(column.shape, variant) / seconds * 1e-12
+                serves = variant.plain and variant.config == column.shipped[variant.direction]
+                words = (variant.direction, variant.name, variant.config, column.shape.name)
+                writer.writerow((*words, f"{seconds:.6g}", f"{speed:.5g}", serves))
+
+
 def flops(shape: Shape, variant: Variant) -> float:
     return shape.forward_flops * (1 if variant.direction == "forward" else 2.5)
 
@@ -258,7 +287,8 @@ def flops(shape: Shape, variant: Variant) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What each idea in the Hopper kernels is worth.")
     parser.add_argument("--rounds", type=int, default=15, help="calls of each variant (default: %(default)s)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the times there, too")
+    arguments = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("The ablation is about the kernels for Hopper: run it on a GPU of sm_90.")
     os.environ["JFABENCH_TUNE"] = "0"  # where a variant names no configuration, the default serves
@@ -266,7 +296,9 @@ def main() -> None:
     variants = [variant for group in groups for variant in group]
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_ahead, {variant.config: variant for variant in variants}.values()))
-    columns = [measured(shape, variants, rounds) for shape in shapes()]
+    columns = [measured(shape, variants, arguments.rounds) for shape in shapes()]
+    if arguments.csv:
+        write_csv(arguments.csv, columns)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}. ", end="")
     print(f"TFLOP/s, H={HEADS}, D={HEAD_DIM}, B={len(columns[0].shape.lengths)}, bf16; jagged: M={columns[0].shape.M}.")
     for group in groups:

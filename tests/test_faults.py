@@ -64,6 +64,7 @@ def by_provider(out: Path) -> dict[str, Record]:
 def test_every_kind_of_fault_is_recorded_and_the_rest_is_measured(config: Path, tmp_path: Path) -> None:
     expected = {
         "raises": ("failed", "planted failure"),
+        "import_raises": ("unavailable", "its library cannot be imported (ImportError: libfaulty.so: undefined symbol"),
         "no_call": ("failed", "must return a jfabench.operator.Call"),
         "leaves_no_grad": ("wrong", "torch's grad mode"),
         "raises_when_asked": ("failed", "planted failure"),
@@ -99,6 +100,38 @@ def test_every_kind_of_fault_is_recorded_and_the_rest_is_measured(config: Path, 
     report = (out / "report.html").read_text()
     assert "planted failure" in report
     assert (out / "results.csv").exists()
+
+
+def test_an_import_that_goes_wrong_costs_the_others_nothing(config: Path, tmp_path: Path) -> None:
+    """One raises, one ends the process, one changes a setting of torch: the shape is measured all the same."""
+    out = tmp_path / "out"
+    done = sweep(config, out, *only("import_exits", "import_raises", "import_sets", "reference"))
+    records = by_provider(out)
+    assert done.returncode == 0, done.stderr
+    # The second does not end its process again, since its case does not import anything.
+    assert {name: record.status for name, record in records.items()} == {
+        "import_raises": "unavailable",
+        "import_exits": "ok",
+        "import_sets": "ok",
+        "reference": "ok",
+    }
+    log = (out / "worker.log").read_text()
+    assert "library of import_exits: it is not imported ahead again" in log
+    assert "import_sets changed torch's grad mode; changed back" in log
+
+
+def test_shapes_share_a_process_only_on_request(config: Path, tmp_path: Path) -> None:
+    config.write_text(CONFIG.replace("axes: {", "axes: {q_len: [1, 2], "))
+    for options, processes in (((), 2), (("--workers", "shared"), 1), (("--set", "workers=shared"), 1)):
+        out = tmp_path / f"out-{'-'.join(options)}"
+        done = sweep(config, out, *only("reference", "sdpa_padded"), *options)
+        assert done.returncode == 0, done.stderr
+        records = read_records(out / "records.jsonl").records
+        assert len({(record.case.shape_key, record.worker) for record in records}) == 2, "one process for a shape"
+        assert len({record.worker for record in records}) == processes
+        told = done.stdout.replace("\n", " ")
+        assert "overhead of a case" in told
+        assert "start-up" in told
 
 
 def test_a_promise_of_equal_bits_is_held_to(config: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -11,26 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_worker import Heard, scripted
 
 from jfabench.folder import ResultFolder
-from jfabench.policy import MeasurePolicy
 from jfabench.records import Case, Record, read_records
 from jfabench.run import FolderError, SweepStoppedError, Workers, open_log, run_sweep
 from jfabench.sweep import Sweep, load_sweep
 from jfabench.visit import Job
-from jfabench.worker import EXIT_START_AFRESH
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.phases: list[tuple[str | None, str]] = []
-        self.records: list[Record] = []
-
-    def phase(self, case: Case | None, phase: str) -> None:
-        self.phases.append((case.provider if case else None, phase))
-
-    def record(self, record: Record) -> None:
-        self.records.append(record)
 
 
 def small_sweep() -> Sweep:
@@ -84,161 +70,6 @@ def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "records.jsonl").read_text() == "precious, without a newline"
 
 
-# A worker, replaced by a script --------------------------------------------------------------------------------------
-
-
-def scripted(tmp_path: Path, body: str) -> tuple[str, ...]:
-    script = tmp_path / "worker.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import json, os, signal, sys, time
-            stream = os.fdopen(int(sys.argv[1]), "w")
-            def send(**event):
-                stream.write(json.dumps(event) + "\\n"); stream.flush()
-            def key(i):
-                return json.dumps(cases[i], sort_keys=True, separators=(",", ":"))
-            def record(i, status="ok"):
-                send(event="record", record={"case": cases[i], "status": status, "when": str(os.getpid()), "schema": 1})
-            def done():
-                send(event="done", again=True)
-            for turn, line in enumerate(sys.stdin):
-                cases = json.loads(line)["cases"]
-            """
-        )
-        + textwrap.indent(textwrap.dedent(body), "    ")
-    )
-    return (sys.executable, str(script))
-
-
-def visit(tmp_path: Path, body: str, timeout: float = 20.0) -> tuple[list[Record], Heard]:
-    heard = Heard()
-    job = Job(small_sweep().cases[:3], "cpu", MeasurePolicy())  # type: ignore[call-arg]
-    workers = Workers("cpu", tmp_path / "worker.log", timeout, scripted(tmp_path, body))
-    return list(workers.run(job, heard)), heard
-
-
-def outcomes(records: list[Record]) -> list[tuple[str, str]]:
-    return [(record.case.provider, record.status) for record in records]
-
-
-def test_records_and_phases_of_a_good_worker(tmp_path: Path) -> None:
-    records, heard = visit(
-        tmp_path, "send(event='phase', case=key(1), phase='check')\nfor i in range(3): record(i)\nsend(event='done')"
-    )
-    assert outcomes(records) == [("reference", "ok"), ("sdpa_padded", "ok"), ("triton_jfa", "ok")]
-    assert heard.phases == [("sdpa_padded", "check")]
-
-
-def test_the_case_at_hand_is_blamed_for_a_crash(tmp_path: Path) -> None:
-    records, _ = visit(
-        tmp_path, "record(0)\nsend(event='phase', case=key(2), phase='measure')\nos.kill(os.getpid(), signal.SIGABRT)"
-    )
-    assert outcomes(records) == [("reference", "ok"), ("triton_jfa", "failed")]
-    assert "SIGABRT" in records[1].reason
-    assert "'measure'" in records[1].reason
-
-
-def test_a_crash_before_any_case_is_blamed_on_all(tmp_path: Path) -> None:
-    records, _ = visit(tmp_path, "send(event='phase', case=None, phase='inputs')\nsys.exit('no driver')")
-    assert outcomes(records) == [(name, "failed") for name in ("reference", "sdpa_padded", "triton_jfa")]
-    assert all("code 1" in record.reason and "no driver" in record.reason for record in records)
-
-
-def test_a_lost_device_blames_nobody_after_its_record(tmp_path: Path) -> None:
-    records, _ = visit(
-        tmp_path,
-        f"send(event='phase', case=None, phase='finish')\nrecord(0)\nos._exit({EXIT_START_AFRESH})",
-    )
-    assert outcomes(records) == [("reference", "ok")]
-
-
-def test_a_child_that_holds_the_pipe_open_does_not_hide_the_crash(tmp_path: Path) -> None:
-    records, _ = visit(
-        tmp_path,
-        "send(event='phase', case=key(0), phase='check')\nif os.fork() == 0: time.sleep(60)\nos._exit(9)",
-        timeout=30,
-    )
-    assert outcomes(records) == [("reference", "failed")]
-    assert "code 9" in records[0].reason
-
-
-def test_noise_on_the_pipe_and_repeated_records_are_ignored(tmp_path: Path) -> None:
-    noise = "stream.write('garbage\\n[1]\\n{}\\n'); record(0); record(0); record(1); record(2); send(event='done')"
-    records, _ = visit(tmp_path, noise)
-    assert outcomes(records) == [("reference", "ok"), ("sdpa_padded", "ok"), ("triton_jfa", "ok")]
-
-
-def test_a_timeout_counts_from_the_last_event(tmp_path: Path) -> None:
-    steps = "for _ in range(4):\n    send(event='phase', case=key(0), phase='measure'); time.sleep(0.5)\n"
-    records, _ = visit(tmp_path, steps + "record(0); record(1); record(2); send(event='done')", timeout=1.5)
-    assert outcomes(records)[0] == ("reference", "ok")
-    records, _ = visit(tmp_path, steps + "time.sleep(60)", timeout=1.5)
-    assert outcomes(records) == [("reference", "timeout")]
-
-
-def test_a_worker_held_ready_gets_the_next_job_and_is_ended_when_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = f"open({str(tmp_path / 'started')!r}, 'a').write(str(os.getpid()) + '\\n')\nfor i in range(3): record(i)\n"
-    command = scripted(tmp_path, body + "send(event='done')")
-    job = Job(small_sweep().cases[:3], "cpu", MeasurePolicy())  # type: ignore[call-arg]
-    workers = Workers("cuda", tmp_path / "worker.log", 20.0, command)
-    workers.hold_ready()
-    workers.hold_ready()
-    (waiting,) = workers._idle
-    assert len(list(workers.run(job, Heard()))) == 3
-    assert (tmp_path / "started").read_text().split() == [str(waiting.process.pid)]
-    workers.hold_ready()
-    (waiting,) = workers._idle
-    workers.close()
-    assert waiting.process.returncode is not None
-    first, second = workers.run(job, Heard()), workers.run(job, Heard())
-    assert len([*first, *second]) == 6
-    on_cpu = Workers("cpu", tmp_path / "worker.log", 20.0, command)
-    on_cpu.hold_ready()
-    assert on_cpu._idle == []
-
-
-def test_a_worker_in_which_all_went_well_takes_the_next_job(tmp_path: Path) -> None:
-    command = scripted(tmp_path, "record(0); record(1, 'unsupported'); record(2)\ndone()")
-    workers = Workers("cuda", tmp_path / "worker.log", 20.0, command)
-    job = Job(small_sweep().cases[:3], "cpu", MeasurePolicy())  # type: ignore[call-arg]
-    processes = []
-    for fresh in (True, False, False):
-        records = list(workers.run(job, Heard()))
-        workers.hold_ready()
-        assert workers.fresh is fresh
-        processes += [record.when for record in records]
-    assert len(processes) == 9
-    assert len(set(processes)) == 1
-    (one,) = workers._idle
-    workers.close()
-    assert one.process.returncode == 0, "it has ended by itself"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "record(0); record(1, 'wrong'); record(2)\ndone()",
-        "record(0); record(1, 'failed'); record(2)\ndone()",
-        "record(0); record(2)\ndone()",
-        "record(0); record(1); record(2)\nsend(event='done', again=False)",
-        "record(0); record(1); record(2)\nsend(event='done')",
-        "record(0); record(1); record(2)\nos._exit(1)",
-    ],
-    ids=["wrong", "failed", "silent", "unfit", "does not say", "dies"],
-)
-def test_no_other_worker_does(tmp_path: Path, body: str) -> None:
-    workers = Workers("cuda", tmp_path / "worker.log", 20.0, scripted(tmp_path, body))
-    job = Job(small_sweep().cases[:3], "cpu", MeasurePolicy())  # type: ignore[call-arg]
-    first = {record.when for record in workers.run(job, Heard()) if record.when.isdigit()}
-    assert workers._idle == []
-    second = {record.when for record in workers.run(job, Heard()) if record.when.isdigit()}
-    assert workers.fresh
-    assert first.isdisjoint(second)
-
-
 # A sweep, with scripted workers --------------------------------------------------------------------------------------
 
 
@@ -246,14 +77,16 @@ class FakeWorkers:
     def __init__(self, run: Callable[[Job], Iterator[Record]]) -> None:
         self._run = run
         self.fresh = True
-        self.closed = False
-        self.held = 0
+        self.started = self.closed = False
+        self.following: list[int] = []
 
-    def run(self, job: Job, _: Any) -> Iterator[Record]:
+    def start(self, _: Any) -> None:
+        self.started = True
+
+    def run(self, job: Job, _: Any, following: int = 0) -> Iterator[Record]:
+        assert self.started
+        self.following.append(following)
         return self._run(job)
-
-    def hold_ready(self) -> None:
-        self.held += 1
 
     def close(self) -> None:
         self.closed = True
@@ -318,11 +151,14 @@ def test_a_case_that_lacked_memory_beside_others_is_tried_alone(tmp_path: Path) 
     assert len(read_records(tmp_path / "out" / "records.jsonl").records) == 6
 
 
-def two_shapes(tmp_path: Path, body: str, timeout: float = 20.0) -> tuple[list[Record], list[str], Workers]:
+def two_shapes(
+    tmp_path: Path, body: str, timeout: float = 20.0, per_shape: bool = False
+) -> tuple[list[Record], list[str], Workers]:
     """A sweep over two shapes of six cases each; what the worker printed; the workers."""
     (tmp_path / "out").mkdir()
     log = tmp_path / "out" / "worker.log"
-    workers = Workers("cuda", log, timeout, scripted(tmp_path, "print(len(cases), flush=True)\n" + body))
+    command = scripted(tmp_path, "print(len(cases), flush=True)\n" + body)
+    workers = Workers("cuda", log, timeout, command, per_shape=per_shape)
     records = run_sweep(
         load_sweep("jagged.yaml", "cpu", settings=["lengths.max_len=64", "lengths.fill=[0.5,0.9]"]),
         ResultFolder(tmp_path / "out"),
@@ -335,10 +171,53 @@ def two_shapes(tmp_path: Path, body: str, timeout: float = 20.0) -> tuple[list[R
     return records, log.read_text().split(), workers
 
 
-def test_both_shapes_are_done_by_one_worker(tmp_path: Path) -> None:
+def test_each_shape_is_done_by_a_worker_of_its_own(tmp_path: Path) -> None:
+    records, jobs, workers = two_shapes(tmp_path, "for i in range(6): record(i)\ndone()", per_shape=True)
+    assert jobs == ["6", "6"]
+    by_shape: dict[str, set[int | None]] = {}
+    for record in read_records(tmp_path / "out" / "records.jsonl").records:
+        by_shape.setdefault(record.case.shape_key, set()).add(record.worker)
+    (first,), (second,) = by_shape.values()
+    assert None not in (first, second)
+    assert first != second
+    assert records[0].worker == first
+    assert workers._idle == []
+
+
+def test_what_fails_in_a_worker_of_its_own_has_failed(tmp_path: Path) -> None:
+    """It can owe nothing to another shape; what it may have spoilt for its neighbours is done in another process."""
+    body = """
+        for i in range(len(cases)):
+            broken = cases[i]['provider'] == 'triton_jfa' and cases[i]['direction'] == 'bwd'
+            if broken:
+                send(event='phase', case=key(i), phase='check'); os._exit(9)
+            record(i)
+        done()
+    """
+    records, jobs, _ = two_shapes(tmp_path, textwrap.dedent(body), per_shape=True)
+    assert jobs == ["6", "6"]
+    assert sorted(record.status for record in records) == ["failed"] * 2 + ["ok"] * 10
+
+
+def test_workers_are_prepared_for_the_shapes_that_follow(tmp_path: Path) -> None:
+    workers = FakeWorkers(lambda job: map(ok, job.cases))
+    settings = ["lengths.max_len=64", "lengths.fill=[0.1,0.5,0.9]"]
+    folder = ResultFolder(tmp_path / "out")
+    options: Any = {"device": "cpu", "command_line": "", "summaries": {}, "listener": Heard(), "workers": workers}
+    run_sweep(load_sweep("jagged.yaml", "cpu", settings=settings), folder, **options)
+    assert workers.following == [2, 1, 0]
+    manifest = folder.read_manifest()
+    assert manifest is not None
+    assert manifest.workers == "per_shape"
+    sweep = load_sweep("jagged.yaml", "cpu", settings=[*settings, "workers=shared"])
+    with pytest.raises(FolderError, match="workers 'per_shape', this command asks for 'shared'"):
+        run_sweep(sweep, folder, resume=True, **options)
+
+
+def test_both_shapes_are_done_by_one_worker_where_workers_are_shared(tmp_path: Path) -> None:
     records, jobs, workers = two_shapes(tmp_path, "for i in range(6): record(i)\ndone()")
     assert jobs == ["6", "6"]
-    assert len({record.when for record in records}) == 1
+    assert len({record.worker for record in records}) == 1
     assert workers._idle == []
 
 
@@ -366,7 +245,7 @@ def test_what_fails_in_a_used_worker_is_repeated_in_a_fresh_one(tmp_path: Path, 
     assert jobs == ["6", "6", rest]
     assert [record.status for record in records] == ["ok"] * 12
     assert len({record.case for record in records}) == 12
-    assert len({record.when for record in records}) == 2
+    assert len({record.worker for record in records}) == 2
 
 
 def test_a_case_that_fails_in_a_fresh_worker_too_has_failed(tmp_path: Path) -> None:
@@ -405,23 +284,33 @@ def test_a_worker_that_died_while_it_waited_costs_no_case(tmp_path: Path) -> Non
     records, jobs, _ = two_shapes(tmp_path, body)
     assert jobs == ["6", "6"]
     assert [record.status for record in records] == ["ok"] * 12
-    assert len({record.when for record in records}) == 2
+    assert len({record.worker for record in records}) == 2
 
 
-def test_nothing_between_two_visits_goes_uncounted(tmp_path: Path) -> None:
-    """A job was asked for when the last record of the one before came."""
-    jobs: list[Job] = []
-
-    def worker(job: Job) -> Iterator[Record]:
-        jobs.append(job)
-        yield from map(ok, job.cases[:4])
-        before.append(time.time())
-        time.sleep(0.2)
-
-    before: list[float] = []
-    start(tmp_path, worker)
-    assert [len(job.cases) for job in jobs] == [6, 2]
-    assert jobs[1].asked <= before[0]
+@pytest.mark.parametrize("per_shape", [True, False])
+def test_nothing_between_two_visits_goes_uncounted(tmp_path: Path, per_shape: bool) -> None:
+    """Nor what is spent on a record that is not believed, or left to another worker: the accounts give the whole."""
+    body = """
+        send(event="phase", case=None, phase="oracle"); time.sleep(0.2)
+        for i in range(len(cases)):
+            send(event="phase", case=key(i), phase="check")
+            if turn == 1 and i == 2:
+                time.sleep(0.3); record(i, "failed")
+            elif turn == 1 and i == 4:
+                time.sleep(0.3); os._exit(1)
+            else:
+                record(i)
+        send(event="phase", case=None, phase="finish"); time.sleep(0.1)
+        done()
+    """
+    begun = time.monotonic()
+    records, jobs, workers = two_shapes(tmp_path, textwrap.dedent(body), per_shape=per_shape)
+    elapsed = time.monotonic() - begun
+    assert jobs == (["6", "6"] if per_shape else ["6", "6", "3"])
+    assert {record.status for record in records} == {"ok"}
+    told = workers.startup_seconds + sum(sum(record.phases.values()) for record in records)
+    assert elapsed - 1.0 < told <= elapsed
+    assert told >= (0.5 if per_shape else 1.3)
 
 
 def test_a_folder_of_a_newer_jfabench_is_refused(tmp_path: Path) -> None:

@@ -104,6 +104,14 @@ def test_settings_win_over_the_overrides_of_the_file(tmp_path: Path) -> None:
     assert {(c.params["batch"], c.params["heads"]) for c in sweep.cases} == {(3, 2), (3, 1)}
 
 
+def test_each_shape_has_its_own_worker_unless_a_file_or_a_setting_says_otherwise(tmp_path: Path) -> None:
+    assert load_sweep(changed(tmp_path)).config.workers == "per_shape"
+    assert load_sweep(changed(tmp_path), settings=["workers=shared"]).config.workers == "shared"
+    assert load_sweep(changed(tmp_path, workers="shared"), "full").config.workers == "shared"
+    with pytest.raises(ConfigError, match="did you mean `per_shape`"):
+        load_sweep(changed(tmp_path, workers="per-shape"))
+
+
 def test_settings_reach_other_fields(tmp_path: Path) -> None:
     sweep = load_sweep(changed(tmp_path), settings=["seed=7", "measure.target=0.05", "directions=[fwd_bwd]"])
     assert {case.seed for case in sweep.cases} == {7}

@@ -1,25 +1,27 @@
 from __future__ import annotations
 
+import gc
 import io
 import json
 import subprocess
 import sys
-import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripted_worker import Heard
 
 from jfabench import visit, worker
-from jfabench.operator import Call, Providers, load_providers
+from jfabench.operator import Call, Preloading, Providers, Unavailable, load_providers
 from jfabench.policy import MeasurePolicy
-from jfabench.records import Case, Record
-from jfabench.run import Workers
+from jfabench.records import Case, overhead
 from jfabench.sweep import load_sweep
-from jfabench.visit import Job, describe_failure, restore_torch_settings, run_job, torch_settings
-from jfabench.worker import Emitter
+from jfabench.visit import Job, Preparation, describe_failure, restore_torch_settings, run_job, torch_settings
+from jfabench.worker import Emitter, prepare
+from jfabench.workers import Workers
 
 
 class OutOfMemoryError(RuntimeError):
@@ -69,62 +71,111 @@ def test_settings_that_a_provider_changes_are_put_back_and_named() -> None:
 
 
 def test_a_job_survives_its_json() -> None:
-    job = Job((Case("op", "p", "bwd", {"n": 1}, 3),), "cuda:1", MeasurePolicy(target=0.5), 12.5)  # type: ignore[call-arg]
+    job = Job((Case("op", "p", "bwd", {"n": 1}, 3),), "cuda:1", MeasurePolicy(target=0.5))  # type: ignore[call-arg]
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
 
 
-def test_overhead_is_ones_own_and_a_share_of_what_all_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([100.0 + step for step in range(100)])
-    monkeypatch.setattr(worker.time, "time", lambda: next(clock))
-    emit = Emitter(io.StringIO(), since=90.0)
-    mine, other = Case("op", "p", "fwd", {}), Case("op", "q", "fwd", {})
-    emit.phase(None, "inputs")  # at 100: 10 s since the process was asked for
-    emit.phase(mine, "check")  # at 101: 1 s of inputs
-    emit.phase(other, "check")  # at 102: 1 s of mine
-    emit.phase(mine, "warmup")  # at 103: 1 s of the other's
-    emit.phase(mine, "measure")  # at 104
-    emit.phase(None, "finish")  # at 105
-    assert emit.overhead(mine, cases=2) == pytest.approx(1 + (10 + 1 + 1) / 2)  # at 106: 1 s of finishing
-    assert emit.overhead(other, cases=2) == pytest.approx(1 + (10 + 1 + 2) / 2)
-    assert "warmup 1.00 s, measure 1.00 s" in emit.phases()
+def test_a_preparation_survives_its_json() -> None:
+    preparation = Preparation("op", ("p", "q"), "cuda:1")
+    assert Preparation.from_json(json.loads(json.dumps(preparation.to_json()))) == preparation
 
 
-def test_the_log_names_what_took_long_in_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([100.0, 103.0, 103.5, 109.0, 110.0])
-    monkeypatch.setattr(worker.time, "time", lambda: next(clock))
-    emit = Emitter(io.StringIO(), since=90.0)
-    case = Case("op", "tuned", "bwd", {})
-    emit.phase(case, "first call")
-    emit.phase(case, "check")  # after 3 s
-    emit.phase(case, "measure")  # after 0.5 s
-    emit.phase(None, "finish")  # after 5.5 s, which are no overhead
-    text = "start 10.00 s, first call 3.00 s, check 0.50 s, measure 5.50 s, finish 1.00 s"
-    assert emit.phases() == f"{text} (first call of tuned bwd 3.00 s)"
+# Preparing -----------------------------------------------------------------------------------------------------------
+
+
+class Library:
+    """A provider whose library is imported ahead."""
+
+    operator, summary = "jagged_attention", "for a test"
+
+    def __init__(self, name: str, preload: Callable[[], None], missing: str = "") -> None:
+        self.name, self._preload, self._missing = name, preload, missing
+        self.preloaded = 0
+
+    def unavailable(self, device: str) -> Unavailable | None:
+        if self._missing == "raises":
+            raise RuntimeError("cannot be asked")
+        return Unavailable(self._missing, "") if self._missing else None
+
+    def unsupported(self, params: Any, direction: Any) -> None: ...
+
+    def prepare(self, inputs: Any, direction: Any) -> Call:
+        return load_providers("jagged_attention").by_name["reference"].prepare(inputs, direction)
+
+    def preload(self) -> None:
+        self.preloaded += 1
+        self._preload()
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def test_libraries_are_imported_once_before_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = [
+        Library("good", lambda: None),
+        Library("missing", lambda: fail(ImportError("no such file")), missing="not installed"),
+        Library("unknown", lambda: fail(ImportError("no such file")), missing="raises"),
+        Library("broken", lambda: fail(ImportError("undefined symbol"))),
+        Library("exits", lambda: fail(SystemExit("wrong machine"))),
+        Library("rude", lambda: torch.set_grad_enabled(False)),
+        Library("unasked", lambda: None),
+    ]
+    monkeypatch.setattr(worker, "load_providers", lambda _: Providers({p.name: p for p in libraries}, ()))
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # in the process of a test it would last
+    emit = Emitter(io.StringIO())
+    names = ("good", "missing", "unknown", "broken", "exits", "rude", "no such provider")
+    failed = prepare(Preparation("jagged_attention", names, "cpu"), emit)
+    assert torch.is_grad_enabled()
+    assert {name: reason.split(" (at")[0] for name, reason in failed.items()} == {
+        "broken": "ImportError: undefined symbol",
+        "exits": "SystemExit: wrong machine",
+    }
+    assert [p.name for p in libraries if p.preloaded] == ["good", "broken", "exits", "rude"]
+    assert {p.preloaded for p in libraries} == {0, 1}
+    events = [json.loads(line) for line in emit.stream.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert [event["provider"] for event in events] == ["good", "broken", "exits", "rude"]
+
+
+def test_a_library_that_cannot_be_imported_makes_its_provider_unavailable_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    providers = {name: Library(name, lambda: None) for name in ("reference", "sdpa_padded")}
+    monkeypatch.setattr(visit, "load_providers", lambda _: Providers(providers, ()))
+    job, heard = small_job(0.5), Heard()
+    run_job(job, heard, {"sdpa_padded": "ImportError: undefined symbol"})
+    assert {(r.case.provider, r.status) for r in heard.records} == {
+        ("reference", "ok"),
+        ("sdpa_padded", "unavailable"),
+    }
+    (reason,) = {record.reason for record in heard.records if record.status == "unavailable"}
+    assert reason == "its library cannot be imported (ImportError: undefined symbol): reinstall it"
+    assert heard.phases[0] == (None, "set-up")
+
+
+@pytest.mark.parametrize("name", ["torch_varlen", "triton_jfa", "fa3", "fa4", "fa4_kernel", "tlx_jfa"])
+def test_providers_that_need_a_library_offer_to_import_it(name: str) -> None:
+    assert isinstance(load_providers("jagged_attention").by_name[name], Preloading)
+
+
+def test_a_provider_need_not_offer_it() -> None:
+    assert not isinstance(load_providers("jagged_attention").by_name["reference"], Preloading)
 
 
 # The process ---------------------------------------------------------------------------------------------------------
 
 
-class Heard:
-    def __init__(self) -> None:
-        self.phases: list[tuple[str | None, str]] = []
-
-    def phase(self, case: Case | None, phase: str) -> None:
-        self.phases.append((case.provider if case else None, phase))
-
-    def record(self, record: Record) -> None: ...
-
-
 def small_job(fill: float) -> Job:
     settings = ["lengths.max_len=32", f"lengths.fill={fill}", "measure.max_seconds=0.02", "measure.warmup_seconds=0.01"]
     sweep = load_sweep("jagged.yaml", "cpu", settings=settings, only=["reference", "sdpa_padded"])
-    return Job(sweep.cases, "cpu", sweep.config.measure, time.time())
+    return Job(sweep.cases, "cpu", sweep.config.measure)
 
 
 def test_one_process_does_job_after_job(tmp_path: Path) -> None:
-    """And what takes long once in a process burdens the first of them alone."""
+    """And what takes long once in a process burdens no case of it."""
     log, heard = tmp_path / "worker.log", Heard()
     workers = Workers("cpu", log, 60.0)
+    workers.start(heard)
     first = list(workers.run(small_job(0.5), heard))
     phases = [phase for who, phase in heard.phases if who == "reference"]
     assert phases[:4] == ["prepare", "first call", "check", "prepare"]
@@ -135,9 +186,10 @@ def test_one_process_does_job_after_job(tmp_path: Path) -> None:
     workers.close()
     assert process.returncode == 0
     assert [record.status for record in first + second] == ["ok"] * 8
-    assert log.read_text().count("4 cases of jagged_attention: start ") == 2
-    spent = [sum(record.overhead_seconds or 0.0 for record in records) for records in (first, second)]
-    assert spent[1] < spent[0] / 2
+    assert {record.worker for record in first + second} == {process.pid}
+    spent = [sum(overhead(record) or 0.0 for record in records) for records in (first, second)]
+    assert 0 < min(spent) <= max(spent) < workers.startup_seconds
+    assert set(first[0].phases) >= {"set-up", "inputs", "oracle", "prepare", "first call", "check", "warmup", "measure"}
 
 
 class ChangesGradMode:
@@ -190,26 +242,33 @@ def test_standard_input_belongs_to_nobody_else(tmp_path: Path) -> None:
 def test_the_slow_imports_are_done_ahead() -> None:
     """Nothing more is imported when a check begins: torch's compiler is there, and the GPU is untouched."""
     program = (
-        "import sys\n"
-        "from jfabench import worker\n"
-        "worker._import_ahead()\n"
-        "import torch\n"
+        "import io, os, sys\n"
+        "os.environ['TRITON_INTERPRET'] = '1'\n"
+        "from jfabench.visit import Preparation\n"
+        "from jfabench.worker import Emitter, prepare\n"
+        "failed = prepare(Preparation('jagged_attention', ('triton_jfa',), 'cpu'), Emitter(io.StringIO()))\n"
+        "import gc, torch\n"
         "from jfabench.check import poisoned_allocations\n"
         "before = set(sys.modules)\n"
         "with poisoned_allocations():\n"
         "    torch.empty(3)\n"
-        "print(len(set(sys.modules) - before), torch.cuda.is_initialized())\n"
+        "checking = len(set(sys.modules) - before)\n"
+        "from jfabench.kernels import jagged_flash_attention as attention\n"
+        "q = torch.zeros(8, 1, 64, dtype=torch.bfloat16)\n"
+        "attention(q, q, q, torch.tensor([0, 8]), kernels='triton')\n"
+        "ours = [name for name in set(sys.modules) - before if name.startswith('jfabench')]\n"
+        "print(failed, checking, ours, torch.cuda.is_initialized(), gc.get_freeze_count() > 100_000)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "0 False\n"
+    assert done.stdout == "{} 0 [] False True\n"
 
 
 @pytest.mark.parametrize(("left", "again"), [(0, True), (worker.MOST_LEFT_BEHIND, True), (2**40, False)])
 def test_a_worker_that_cannot_let_go_of_memory_takes_no_other_job(
     left: int, again: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(worker, "run_job", lambda job, emit: None)
+    monkeypatch.setattr(worker, "run_job", lambda *arguments: None)
     monkeypatch.setattr(worker, "_limit_memory", lambda kind: None)
     monkeypatch.setattr(worker, "bytes_left_behind", lambda kind: left)
-    assert worker._serve(small_job(0.5), Emitter(io.StringIO())) is again
+    assert worker._serve(small_job(0.5), Emitter(io.StringIO()), {}) is again
     assert ("still in use" in capsys.readouterr().out) is not again

@@ -45,7 +45,9 @@ import triton.language.extra.tlx as tlx
 from triton.language.core import _aggregate as aggregate
 
 from .blocks import visible_span
-from .pipeline import Ring, make_ring
+from .pipeline import Ring, make_ring, wait_stores
+from .record import LOADER as LOADER_ROLE
+from .record import WAIT_DOUT, WAIT_K, WAIT_LANDING, WAIT_MATMUL, WAIT_PAIR, WAIT_Q, WAIT_V, start_watch
 from .tiles import load_tile
 from .walk import start_walk
 
@@ -144,7 +146,7 @@ def _hand_over(ring, n, length):
 
 
 @triton.jit
-def _load_rows(buffers, ring, n, landed, descriptor, row, column, length, BOUNDED: tl.constexpr):
+def _load_rows(buffers, ring, n, landed, descriptor, row, column, length, watch, BOUNDED: tl.constexpr):
     """Fill a slot. With ``BOUNDED`` its rows from ``length`` on become zeros. Returns the new count of ``landed``."""
     whole = True
     if BOUNDED:
@@ -153,14 +155,16 @@ def _load_rows(buffers, ring, n, landed, descriptor, row, column, length, BOUNDE
         _fetch(ring, n, ring.full[n % ring.depth], descriptor, row, column, 0)
     else:
         _fetch(ring, n, buffers.landing[0], descriptor, row, column, 0)
+        since = watch.now()
         tlx.barrier_wait(buffers.landing[0], landed & 1)
+        watch.waited(WAIT_LANDING, since)
         _hand_over(ring, n, length)
         landed += 1
     return landed
 
 
 @triton.jit
-def _load_dout(buffers, n, inputs, row, head, at, length, landed, BOUNDED: tl.constexpr):
+def _load_dout(buffers, n, inputs, row, head, at, length, landed, watch, BOUNDED: tl.constexpr):
     """Fill the slot of dO and its statistics, like :func:`_load_rows`.
 
     ``lse2`` and ``delta`` are descriptors, or with ``BOUNDED`` pointers: there a sequence may start at any row, and TMA
@@ -178,7 +182,7 @@ def _load_dout(buffers, n, inputs, row, head, at, length, landed, BOUNDED: tl.co
             tlx.local_store(buffers.lse2[slot * parts + part], tl.load(lse2 + at + query, mask=exists, other=INF))
             tlx.local_store(buffers.delta[slot * parts + part], tl.load(delta + at + query, mask=exists, other=0.0))
         tlx.named_barrier_wait(LOADER, 128)  # before the one arrival that stands for all
-        landed = _load_rows(buffers, buffers.dout, n, landed, dout, row, column, length, True)
+        landed = _load_rows(buffers, buffers.dout, n, landed, dout, row, column, length, watch, True)
     else:
         _fetch(buffers.dout, n, full, dout, row, column, 2 * 4 * parts * ROWS)
         for part in tl.static_range(parts):
@@ -195,6 +199,7 @@ def _load(
     inputs,
     walk,
     window,
+    record,
     GROUP: tl.constexpr,
     ADD_DQ: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -205,31 +210,34 @@ def _load(
     STEP: tl.constexpr = buffers.q.parts * ROWS
     n = 0
     landed = 0
+    watch = start_watch(record, LOADER_ROLE)
     for r in tl.range(0, walk.count, disable_licm=True):
         tile = _tile(walk, r)
         begin, steps = tile.steps(window, STEP)
         row = tile.k_start + tile.key
         keys = tile.k_len - tile.key
-        buffers.k.acquire(r)
-        landed = _load_rows(buffers, buffers.k, r, landed, k, row, tile.head * D, keys, ADD_DQ)
+        buffers.k.acquire(r, watch)
+        landed = _load_rows(buffers, buffers.k, r, landed, k, row, tile.head * D, keys, watch, ADD_DQ)
         for member in tl.range(0, GROUP, disable_licm=True):
             head = tile.head * GROUP + member
             for i in tl.range(0, steps, disable_licm=True):
                 first = begin + i * STEP
                 queries = tile.q_len - first
-                buffers.q.acquire(n)
-                landed = _load_rows(buffers, buffers.q, n, landed, q, tile.q_start + first, head * D, queries, BOUNDED)
+                buffers.q.acquire(n, watch)
+                q_row = tile.q_start + first
+                landed = _load_rows(buffers, buffers.q, n, landed, q, q_row, head * D, queries, watch, BOUNDED)
                 if member + i == 0:
                     if r > 0:
-                        buffers.dout.acquire(n - 1 + buffers.dout.depth)  # all uses until n - 1 are released
-                    landed = _load_rows(buffers, buffers.v, r, landed, v, row, tile.head * D, keys, ADD_DQ)
+                        buffers.dout.acquire(n - 1 + buffers.dout.depth, watch)  # all uses until n - 1 are released
+                    landed = _load_rows(buffers, buffers.v, r, landed, v, row, tile.head * D, keys, watch, ADD_DQ)
                 out_row = tile.out_start + first
-                buffers.dout.acquire(n)
+                buffers.dout.acquire(n, watch)
                 at = head * rows + out_row
                 if BOUNDED:
                     at = head.to(tl.int64) * rows + out_row
-                landed = _load_dout(buffers, n, inputs, out_row, head, at, queries, landed, BOUNDED)
+                landed = _load_dout(buffers, n, inputs, out_row, head, at, queries, landed, watch, BOUNDED)
                 n += 1
+        watch = watch.next(walk)
 
 
 @aggregate
@@ -239,6 +247,13 @@ class Consumer:
     index: tl.constexpr
     add_dq: tl.constexpr
     bounded: tl.constexpr  # some steps have queries that do not exist
+
+    @triton.jit
+    def meet(self, watch):
+        """Wait for the other one."""
+        since = watch.now()
+        tlx.named_barrier_wait(PAIR, PAIR_THREADS)
+        watch.waited(WAIT_PAIR, since)
 
 
 @aggregate
@@ -286,7 +301,11 @@ def _probabilities(scores, row_lse2, facing, scale_log2, window, ABSENT_KEYS: tl
 
 @triton.jit
 def _half_dq(buffers, r, turn, me):
-    """Start this consumer's ``[64, 64]`` of ``dQ = dS K`` over both halves of the tile's keys."""
+    """Start this consumer's ``[64 columns, 64 queries]`` of ``dQ^T = K^T dS^T`` over both halves of the tile's keys.
+
+    Transposed, because a thread then holds neighbours of a column of dQ: written to shared memory they do not meet in
+    a bank, as neighbours of a row would.
+    """
     BLOCKS: tl.constexpr = buffers.q.parts
     half = tl.zeros([ROWS, ROWS], tl.float32)
     for source in tl.static_range(2):
@@ -295,27 +314,26 @@ def _half_dq(buffers, r, turn, me):
         if BLOCKS == 1:
             keys = tlx.local_slice(keys, [0, me.index * ROWS], [ROWS, ROWS])
             block = 0
-        ds = buffers.ds[(2 * source + turn) * BLOCKS + block]
-        half = tlx.async_dot(tlx.local_trans(ds), keys, half)
+        half = tlx.async_dot(tlx.local_trans(keys), buffers.ds[(2 * source + turn) * BLOCKS + block], half)
     return half
 
 
 @triton.jit
-def _add_dq(buffers, dq, half, step, me):
+def _add_dq(buffers, dq, half, step, me, watch):
     """Add ``half`` to its place in ``dq``, asynchronously. Rows of a neighbour get zeros."""
     row = 0
     column = me.index * ROWS
     if buffers.q.parts == 2:
         row, column = column, row
     if me.bounded:
-        half = tl.where((row + tl.arange(0, ROWS) < step.length)[:, None], half, 0.0)
-    tlx.async_descriptor_store_wait(0)  # the compiler lets the warp group meet after it
-    tlx.local_store(buffers.dq[me.index], half)
+        half = tl.where((row + tl.arange(0, ROWS) < step.length)[None, :], half, 0.0)
+    wait_stores(watch)
+    tlx.local_store(tlx.local_trans(buffers.dq[me.index]), half)
     tlx.async_descriptor_store(dq, buffers.dq[me.index], [step.row + row, step.column + column], store_reduce="add")
 
 
 @triton.jit
-def _step(state, buffers, r, n, dq, step, rules, me):
+def _step(state, buffers, r, n, dq, step, rules, me, watch):
     """Add step ``n`` of tile ``r`` to ``dk``, ``dv`` and ``dq``, given its first ``S^T``; returns that of the next.
 
     ``state`` is ``S^T [64 keys, 64 queries], dk [64, D], dv [64, D]``; ``rules`` are the scale of scores, the window.
@@ -324,7 +342,7 @@ def _step(state, buffers, r, n, dq, step, rules, me):
     scale_log2, window = rules
     C: tl.constexpr = me.index
     BLOCKS: tl.constexpr = buffers.q.parts
-    buffers.dout.wait(n)
+    buffers.dout.wait(n, watch)
     for block in tl.static_range(BLOCKS):
         q = buffers.q.tile(n, block)
         do = buffers.dout.tile(n, block)
@@ -332,36 +350,49 @@ def _step(state, buffers, r, n, dq, step, rules, me):
         dp = tlx.async_dot(buffers.v.tile(r, C), tlx.local_trans(do))
         row_lse2 = tlx.local_load(buffers.lse2[statistics])
         if block > 0:
+            since = watch.now()
             scores = tlx.async_dot_wait(1, scores)
+            watch.waited(WAIT_MATMUL, since)
         p = _probabilities(scores, row_lse2, step.facing + (block - C) * ROWS, scale_log2, window, me.add_dq)
         dv = tlx.async_dot(p.to(q.type.element_ty), do, dv)
+        since = watch.now()
         dp = tlx.async_dot_wait(1, dp)
+        watch.waited(WAIT_MATMUL, since)
         ds = (p * (dp - tlx.local_load(buffers.delta[statistics])[None, :])).to(q.type.element_ty)
         if me.add_dq:
             if block == 0 and step.fresh:
-                tlx.async_descriptor_store_wait(0)  # dK of the tile before leaves from here
+                wait_stores(watch)  # dK of the tile before leaves from here
             tlx.local_store(buffers.ds[(2 * C + n % 2) * BLOCKS + block], ds)
             if block == BLOCKS - 1:
                 tlx.fence("async_shared")
-                tlx.named_barrier_wait(PAIR, PAIR_THREADS)
+                me.meet(watch)
                 half = _half_dq(buffers, r, n % 2, me)
         dk = tlx.async_dot(ds, q, dk)
         if block < BLOCKS - 1:
             scores = _scores(buffers, r, n, block + 1, me)
     if me.add_dq:
+        since = watch.now()
         half = tlx.async_dot_wait(1, half)
+        watch.waited(WAIT_MATMUL, since)
         buffers.dout.release(n)
-        _add_dq(buffers, dq, half, step, me)
+        _add_dq(buffers, dq, half, step, me, watch)
+    since = watch.now()
     dv = tlx.async_dot_wait(1, dv)
+    watch.waited(WAIT_MATMUL, since)
     if not me.add_dq:
         buffers.dout.release(n)
-    buffers.k.wait_if(step.turns & step.more, r + 1)
-    buffers.q.wait_if(step.more, n + 1)
+    buffers.k.wait_if(step.turns & step.more, r + 1, watch)
+    buffers.q.wait_if(step.more, n + 1, watch)
     # After the last step this reads old data, and is not used: cheaper than a branch around a matmul.
     scores = _scores(buffers, tl.where(step.turns, r + 1, r), n + 1, 0, me)
+    since = watch.now()
     dk = tlx.async_dot_wait(1, dk)
+    watch.waited(WAIT_MATMUL, since)
     buffers.q.release(n)
-    return tlx.async_dot_wait(0, scores), dk, dv
+    since = watch.now()
+    scores = tlx.async_dot_wait(0, scores)
+    watch.waited(WAIT_MATMUL, since)
+    return scores, dk, dv
 
 
 @triton.jit
@@ -381,35 +412,38 @@ def _store_rows(staging, gradient, blocks, base, tile, first, stride):
 
 
 @triton.jit
-def _finish(buffers, r, dk, dv, outputs, tile, stride, me):
+def _finish(buffers, r, dk, dv, outputs, tile, stride, me, watch):
     """Store ``dk`` and ``dv`` ``[64, D]`` of tile ``r``, and release its keys. The next tile hides the stores."""
     dk_blocks, dv_blocks, dk_base, dv_base = outputs
     C: tl.constexpr = me.index
     first = tile.key + C * ROWS
-    tlx.async_descriptor_store_wait(0)
+    wait_stores(watch)
     _store_rows(buffers.dv[C * (buffers.dv.type.num // 2)], dv, dv_blocks, dv_base, tile, first, stride)
     if me.add_dq:
-        tlx.named_barrier_wait(PAIR, PAIR_THREADS)
+        me.meet(watch)
     buffers.k.release(r)
     _store_rows(buffers.dk[C * (buffers.dk.type.num // 2)], dk, dk_blocks, dk_base, tile, first, stride)
 
 
 @triton.jit
-def _consume(buffers, walk, dq, outputs, sm_scale, window, GROUP: tl.constexpr, me):
+def _consume(buffers, walk, dq, outputs, sm_scale, window, GROUP: tl.constexpr, me, record):
     """A consumer. ``outputs`` is what :func:`_finish` writes to."""
     D: tl.constexpr = buffers.q.tiles.shape[1]
     STEP: tl.constexpr = buffers.q.parts * ROWS
     rules = (sm_scale * LOG2E, window)
     n = 0
-    buffers.k.wait_if(walk.count > 0, 0)
-    buffers.q.wait_if(walk.count > 0, 0)
+    watch = start_watch(record, LOADER_ROLE + 1 + me.index)
+    buffers.k.wait_if(walk.count > 0, 0, watch)
+    buffers.q.wait_if(walk.count > 0, 0, watch)
+    since = watch.now()
     scores = tlx.async_dot_wait(0, _scores(buffers, 0, 0, 0, me))
+    watch.waited(WAIT_MATMUL, since)
     # Hoisted out of these loops, addresses would take registers that there are none of.
     for r in tl.range(0, walk.count, disable_licm=True):
         tile = _tile(walk, r)
         begin, steps = tile.steps(window, STEP)
         end = n + GROUP * steps
-        buffers.v.wait(r)
+        buffers.v.wait(r, watch)
         dk = tl.zeros([ROWS, D], tl.float32)
         dv = tl.zeros([ROWS, D], tl.float32)
         for member in tl.range(0, GROUP, disable_licm=True):
@@ -425,13 +459,14 @@ def _consume(buffers, walk, dq, outputs, sm_scale, window, GROUP: tl.constexpr, 
                     turns=n + 1 == end,
                     more=(n + 1 < end) | (r + 1 < walk.count),
                 )
-                scores, dk, dv = _step((scores, dk, dv), buffers, r, n, dq, step, rules, me)
+                scores, dk, dv = _step((scores, dk, dv), buffers, r, n, dq, step, rules, me, watch)
                 n += 1
                 first += STEP
         # Asked again, rather than kept in registers during the steps.
         tile = _tile(walk, r)
-        _finish(buffers, r, dk * sm_scale, dv, outputs, tile, walk.heads * D, me)
-    tlx.async_descriptor_store_wait(0)
+        _finish(buffers, r, dk * sm_scale, dv, outputs, tile, walk.heads * D, me, watch)
+        watch = watch.next(walk)
+    wait_stores(watch)
 
 
 @triton.jit
@@ -440,10 +475,10 @@ def _allocate(k, v, q, dout, D: tl.constexpr, STAGES: tl.constexpr):
     ds = tlx.local_alloc((ROWS, ROWS), k.dtype, 4 * BLOCKS)
     dq = tlx.local_alloc((ROWS, ROWS), tl.float32, 2)
     return Buffers(
-        k=make_ring(k, K_STAGES, 2, 2),
-        v=make_ring(v, 1, 2, 2),
-        q=make_ring(q, STAGES, 2, BLOCKS),
-        dout=make_ring(dout, STAGES, 2, BLOCKS),
+        k=make_ring(k, WAIT_K, K_STAGES, 2, 2),
+        v=make_ring(v, WAIT_V, 1, 2, 2),
+        q=make_ring(q, WAIT_Q, STAGES, 2, BLOCKS, True),
+        dout=make_ring(dout, WAIT_DOUT, STAGES, 2, BLOCKS, True),
         lse2=tlx.local_alloc((ROWS,), tl.float32, STAGES * BLOCKS),
         delta=tlx.local_alloc((ROWS,), tl.float32, STAGES * BLOCKS),
         ds=ds,
@@ -474,6 +509,7 @@ def backward_sm90_kernel(
     sm_scale,
     left,
     right,
+    record,  # see :mod:`.record`; None: nothing is recorded
     GROUP: tl.constexpr,
     D: tl.constexpr,
     STAGES: tl.constexpr,  # steps of queries in shared memory, at least two
@@ -488,9 +524,9 @@ def backward_sm90_kernel(
     window = (left, right)
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            _load(buffers, k, v, inputs, walk, window, GROUP, ADD_DQ, not WHOLE_QUERIES)
+            _load(buffers, k, v, inputs, walk, window, record, GROUP, ADD_DQ, not WHOLE_QUERIES)
         with tlx.async_task(num_warps=4, registers=240, replicate=2):
             # Asked for here: a function that both replicas call alike would be compiled once, with one answer.
             INDEX: tl.constexpr = tlx.async_task_replica_id()
             me = Consumer(INDEX, ADD_DQ, not WHOLE_QUERIES)
-            _consume(buffers, walk, dq, outputs, sm_scale, window, GROUP, me)
+            _consume(buffers, walk, dq, outputs, sm_scale, window, GROUP, me, record)

@@ -34,7 +34,7 @@ class ForwardConfig:
     registers: int = 240
     pingpong: bool = True
     zigzag: bool = True
-    late: bool = True
+    late: bool = False
     peel: bool = True
 
     @property
@@ -94,8 +94,8 @@ Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
 FORWARD = (
     ForwardConfig(),
-    ForwardConfig(block_n=64, kv_stages=4, late=False),
-    ForwardConfig(consumers=1, block_n=64, residents=2, registers=216, pingpong=False, late=False),
+    ForwardConfig(block_n=64, kv_stages=4),
+    ForwardConfig(consumers=1, block_n=64, residents=2, registers=216, pingpong=False),
 )
 BACKWARD = (BackwardConfig(), BackwardConfig(add_dq=False))
 CANDIDATES: dict[str, tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]] = {
@@ -131,8 +131,7 @@ def default(kind: Kind) -> ForwardConfig | BackwardConfig:
         return low
     if kind.mean_k < 512:  # the mean is rounded down to a power of two
         return short
-    # Under a mask, rounding late would cost spills.
-    return replace(wide, late=False) if kind.bounded_left or kind.bounded_right else wide
+    return wide
 
 
 def deterministic(config: Any) -> Any:
@@ -142,10 +141,5 @@ def deterministic(config: Any) -> Any:
 
 def candidates(kind: Kind, shared_limit: int) -> tuple[Any, ...]:
     """All configurations that serve the kind and fit the device, the default first."""
-    masked = kind.bounded_left or kind.bounded_right
-    serving: list[Any] = [
-        replace(config, late=False) if masked and isinstance(config, ForwardConfig) else config
-        for config in CANDIDATES[kind.kernel]
-    ]
-    ordered = sorted(serving, key=lambda config: config != default(kind))
+    ordered: list[Any] = sorted(CANDIDATES[kind.kernel], key=lambda config: config != default(kind))
     return tuple(config for config in ordered if config.fits(kind.head_dim, shared_limit))

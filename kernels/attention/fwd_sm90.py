@@ -22,7 +22,8 @@ import triton.language.extra.tlx as tlx
 from triton.language.core import _aggregate as aggregate
 
 from .blocks import clip_to_window, store_rows, visible_span
-from .pipeline import Ring, make_ring
+from .pipeline import Ring, make_ring, wait_stores
+from .record import LOADER, WAIT_CLEARED, WAIT_K, WAIT_MATMUL, WAIT_Q, WAIT_TURN, WAIT_V, start_watch
 from .softmax import LN2, NEG_INF, online_softmax
 from .tiles import load_tile
 from .walk import start_walk
@@ -54,9 +55,11 @@ class Consumer:
     alternate: tl.constexpr
 
     @triton.jit
-    def wait_turn(self):
+    def wait_turn(self, watch):
         if self.alternate:
+            since = watch.now()
             tlx.named_barrier_wait(TURN + self.index, BOTH)
+            watch.waited(WAIT_TURN, since)
 
     @triton.jit
     def pass_turn(self):
@@ -127,25 +130,27 @@ def _task(walk, i, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _load(buffers, q, k, v, walk, window, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr):
+def _load(buffers, q, k, v, walk, window, record, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr):
     BLOCK_N: tl.constexpr = buffers.k.tiles.shape[0]
     steps = 0
+    watch = start_watch(record, LOADER)
     task, q_start, k_start = _task(walk, 0, BLOCK_M)
     for i in range(walk.count):
         # A tile ahead, so that what the list says is there when it is needed.
         next_task, next_q_start, next_k_start = _task(walk, i + 1, BLOCK_M)
         column = task.head // GROUP * D
-        buffers.q.acquire(i)
+        buffers.q.acquire(i, watch)
         buffers.q.load(i, q, q_start + task.first, task.head * D)
         keys = task.keys(window, BLOCK_M, BLOCK_N)
         for j in range(keys.count()):
             row = k_start + keys.key(j)
-            buffers.k.acquire(steps)
+            buffers.k.acquire(steps, watch)
             buffers.k.load(steps, k, row, column)
-            buffers.v.acquire(steps)
+            buffers.v.acquire(steps, watch)
             buffers.v.load(steps, v, row, column)
             steps += 1
         task, q_start, k_start = next_task, next_q_start, next_k_start
+        watch = watch.next(walk)
 
 
 @triton.jit
@@ -175,6 +180,13 @@ def _clear_absent(buffers, step, first, length, me):
 
 
 @triton.jit
+def _wait_cleared(buffers, i, watch):
+    since = watch.now()
+    tlx.barrier_wait(buffers.cleared[0], i & 1)
+    watch.waited(WAIT_CLEARED, since)
+
+
+@triton.jit
 def _scores(buffers, i, step, me):
     """Start ``Q K^T`` ``[64, BLOCK_N]``."""
     return tlx.async_dot(buffers.q.tile(i, me.index), tlx.local_trans(buffers.k.tile(step, 0)))
@@ -194,7 +206,7 @@ def _mask(scores, task, row, first, window):
 
 
 @triton.jit
-def _overlapped_step(state, buffers, i, step, place, rules, me, EDGE: tl.constexpr):
+def _overlapped_step(state, buffers, i, step, place, rules, me, watch, EDGE: tl.constexpr):
     """``S`` of block ``step`` beside ``O += P V`` of the one before, then the softmax of ``S``.
 
     ``state`` is ``acc [64, D], p [64, BLOCK_N], peak [64], total [64, 8]``, ``place`` the task, the consumer's first
@@ -203,19 +215,23 @@ def _overlapped_step(state, buffers, i, step, place, rules, me, EDGE: tl.constex
     acc, p, peak, total = state
     window, scale_log2 = rules
     v = buffers.v.tile(step - 1, 0)
-    buffers.k.wait(step)
-    me.wait_turn()
+    buffers.k.wait(step, watch)
+    me.wait_turn(watch)
     scores = _scores(buffers, i, step, me)
-    buffers.v.wait(step - 1)
+    buffers.v.wait(step - 1, watch)
     acc = tlx.async_dot(p.to(v.type.element_ty), v, acc)
     me.pass_turn()
+    since = watch.now()
     scores = tlx.async_dot_wait(1, scores)
+    watch.waited(WAIT_MATMUL, since)
     buffers.k.release(step)
     if EDGE:
         scores = _mask(scores, place[0], place[1], place[2], window)
     probabilities, peak, decay = online_softmax(scores, peak, scale_log2, GUARDED=EDGE)
     total = total * decay[:, None] + _partial_sums(probabilities)
+    since = watch.now()
     acc = tlx.async_dot_wait(0, acc)
+    watch.waited(WAIT_MATMUL, since)
     buffers.v.release(step - 1)
     return acc * decay[:, None], probabilities.to(p.dtype), peak, total
 
@@ -227,6 +243,7 @@ def _attend(
     outputs,
     rules,
     me,
+    record,
     D: tl.constexpr,
     WHOLE_TILES: tl.constexpr,
     LATE: tl.constexpr,
@@ -236,19 +253,22 @@ def _attend(
     BLOCK_M: tl.constexpr = me.count * ROWS
     BLOCK_N: tl.constexpr = buffers.k.tiles.shape[0]
     window, scale_log2 = rules
+    watch = start_watch(record, LOADER + 1 + me.index)
     if me.index == 1:
         me.pass_turn()  # the first turn is consumer 0's
     steps = 0
     task, _, _ = _task(walk, 0, BLOCK_M)
     some = walk.count > 0
-    buffers.q.wait_if(some, 0)
-    buffers.k.wait_if(some, 0)
-    me.wait_turn()
+    buffers.q.wait_if(some, 0, watch)
+    buffers.k.wait_if(some, 0, watch)
+    me.wait_turn(watch)
     scores = _scores(buffers, 0, 0, me)
     me.pass_turn()
-    buffers.v.wait_if(some, 0)
+    buffers.v.wait_if(some, 0, watch)
     _clear_absent(buffers, 0, task.keys(window, BLOCK_M, BLOCK_N).key(0), task.k_len, me)
+    since = watch.now()
     scores = tlx.async_dot_wait(0, scores)
+    watch.waited(WAIT_MATMUL, since)
     # Hoisted out of these loops, addresses would take registers that there are none of.
     for i in tl.range(0, walk.count, disable_licm=True):
         buffers.k.release(steps)
@@ -263,19 +283,19 @@ def _attend(
         if not LATE:
             p = p.to(buffers.v.tiles.type.element_ty)
         acc = tl.zeros([ROWS, D], tl.float32)
-        tlx.barrier_wait(buffers.cleared[0], i & 1)
+        _wait_cleared(buffers, i, watch)
 
         bulk = 1
         if window[0] is not None or window[1] is not None:
             for j in tl.range(1, keys.edges(), disable_licm=True):
                 place = (task, row, keys.key(j))
                 state = (acc, p, peak, total)
-                acc, p, peak, total = _overlapped_step(state, buffers, i, steps + j, place, rules, me, EDGE=True)
+                acc, p, peak, total = _overlapped_step(state, buffers, i, steps + j, place, rules, me, watch, EDGE=True)
             bulk = tl.maximum(keys.edges(), 1)
         for j in tl.range(bulk, count, disable_licm=True):
             place = (task, row, keys.key(j))
             state = (acc, p, peak, total)
-            acc, p, peak, total = _overlapped_step(state, buffers, i, steps + j, place, rules, me, EDGE=not PEEL)
+            acc, p, peak, total = _overlapped_step(state, buffers, i, steps + j, place, rules, me, watch, EDGE=not PEEL)
         buffers.q.release(i)
         steps += count
 
@@ -283,29 +303,34 @@ def _attend(
         # to wait for, and what is computed from old data is not used: cheaper than a branch around a matmul.
         more = i + 1 < walk.count
         v = buffers.v.tile(steps - 1, 0)
-        buffers.v.wait(steps - 1)
-        buffers.q.wait_if(more, i + 1)
-        buffers.k.wait_if(more, steps)
-        me.wait_turn()
+        buffers.v.wait(steps - 1, watch)
+        buffers.q.wait_if(more, i + 1, watch)
+        buffers.k.wait_if(more, steps, watch)
+        me.wait_turn(watch)
         acc = tlx.async_dot(p.to(v.type.element_ty), v, acc)
         scores = _scores(buffers, i + 1, steps, me)
         me.pass_turn()
-        buffers.v.wait_if(more, steps)
+        buffers.v.wait_if(more, steps, watch)
         # Nothing is cleared after the last tile: the other consumer may still read what is in the slot.
         next_len = tl.where(more, next_task.k_len, NEVER)
         _clear_absent(buffers, steps, next_task.keys(window, BLOCK_M, BLOCK_N).key(0), next_len, me)
+        since = watch.now()
         acc = tlx.async_dot_wait(1, acc)
+        watch.waited(WAIT_MATMUL, since)
         buffers.v.release(steps - 1)
-        _finish(acc, peak, total, task, row, buffers.out[me.index], outputs, WHOLE_TILES)
+        _finish(acc, peak, total, task, row, buffers.out[me.index], outputs, watch, WHOLE_TILES)
+        since = watch.now()
         scores = tlx.async_dot_wait(0, scores)
+        watch.waited(WAIT_MATMUL, since)
         task = next_task
-    tlx.async_descriptor_store_wait(0)
+        watch = watch.next(walk)
+    wait_stores(watch)
     if me.index == 0:
-        me.wait_turn()  # every pass is waited for
+        me.wait_turn(watch)  # every pass is waited for
 
 
 @triton.jit
-def _finish(acc, peak, total, task, row, staging, outputs, WHOLE_TILES: tl.constexpr):
+def _finish(acc, peak, total, task, row, staging, outputs, watch, WHOLE_TILES: tl.constexpr):
     """Write ``out`` and ``lse`` of a tile; rows without keys become 0 and -inf. The store is asynchronous."""
     out_blocks, out, lse, rows, heads = outputs
     D: tl.constexpr = acc.shape[1]
@@ -315,7 +340,7 @@ def _finish(acc, peak, total, task, row, staging, outputs, WHOLE_TILES: tl.const
     pointers = lse + task.head.to(tl.int64) * rows + task.out_start + query
     tl.store(pointers, (peak + tl.log2(safe)) * LN2, mask=query < task.q_len)
     result = (acc * (1.0 / safe)[:, None]).to(staging.type.element_ty)
-    tlx.async_descriptor_store_wait(0)  # the compiler lets the warp group meet after it
+    wait_stores(watch)
     tlx.local_store(staging, result)
     tlx.fence("async_shared")
     column = task.head * D
@@ -343,6 +368,7 @@ def forward_sm90_kernel(
     scale_log2,
     left,
     right,
+    record,  # see :mod:`.record`; None: nothing is recorded
     GROUP: tl.constexpr,
     D: tl.constexpr,
     CONSUMERS: tl.constexpr,
@@ -361,9 +387,9 @@ def forward_sm90_kernel(
     ``PEEL``: blocks that every query sees whole are not masked.
     """
     buffers = Buffers(
-        make_ring(q, Q_STAGES, CONSUMERS, CONSUMERS, True),
-        make_ring(k, KV_STAGES, CONSUMERS, 1, True),
-        make_ring(v, KV_STAGES, CONSUMERS, 1, True),
+        make_ring(q, WAIT_Q, Q_STAGES, CONSUMERS, CONSUMERS, True),
+        make_ring(k, WAIT_K, KV_STAGES, CONSUMERS, 1, True),
+        make_ring(v, WAIT_V, KV_STAGES, CONSUMERS, 1, True),
         tlx.local_alloc((ROWS, D), q.dtype, CONSUMERS),
         tlx.alloc_warp_barrier(num_barriers=1, num_warps=4, num_arrivals=CONSUMERS),
     )
@@ -372,8 +398,9 @@ def forward_sm90_kernel(
     rules = ((left, right), scale_log2)
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            _load(buffers, q, k, v, walk, rules[0], GROUP, D, CONSUMERS * ROWS)
+            _load(buffers, q, k, v, walk, rules[0], record, GROUP, D, CONSUMERS * ROWS)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=CONSUMERS):
             # Asked for here: a function that both replicas call alike would be compiled once, with one answer.
             INDEX: tl.constexpr = tlx.async_task_replica_id()
-            _attend(buffers, walk, outputs, rules, Consumer(INDEX, CONSUMERS, PINGPONG), D, WHOLE_TILES, LATE, PEEL)
+            me = Consumer(INDEX, CONSUMERS, PINGPONG)
+            _attend(buffers, walk, outputs, rules, me, record, D, WHOLE_TILES, LATE, PEEL)

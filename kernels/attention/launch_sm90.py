@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import config_sm90 as configs
-from . import launch_triton
+from . import launch_triton, record
 from .bwd_post import round_kernel
 from .bwd_sm90 import backward_sm90_kernel
 from .config_sm90 import BackwardConfig, Config, ForwardConfig
@@ -33,9 +33,10 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
     def launch(config: ForwardConfig) -> None:
         tiles = build_tiles(sequences, config.block_m)
+        programs = min(multiprocessors(q.device) * config.residents, tiles.most * problem.heads)
         run_kernel(
             forward_sm90_kernel,
-            (min(multiprocessors(q.device) * config.residents, tiles.most * problem.heads),),
+            (programs,),
             row_blocks(q, configs.ROWS),
             row_blocks(k, config.block_n),
             row_blocks(v, config.block_n),
@@ -47,6 +48,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             problem.heads,
             problem.sm_scale * math.log2(math.e),
             *problem.mask,
+            record.buffer("forward", programs, tiles, problem.heads),
             **_compile_options(problem, config),
         )
 
@@ -93,9 +95,10 @@ def _key_pass(
     whole = sequences.broadcast and sequences.M % configs.step_queries(problem.head_dim) == 0 and lse2.numel() < 2**31
     rows = configs.ROWS
     tiles = build_tiles(sequences, configs.TILE_KEYS, over_keys=True)
+    programs = min(multiprocessors(q.device), tiles.most * kv_heads)
     run_kernel(
         backward_sm90_kernel,
-        (min(multiprocessors(q.device), tiles.most * kv_heads),),
+        (programs,),
         row_blocks(q, rows),
         row_blocks(k, rows),
         row_blocks(v, rows),
@@ -112,6 +115,7 @@ def _key_pass(
         kv_heads,
         problem.sm_scale,
         *problem.mask,
+        record.buffer("backward", programs, tiles, kv_heads),
         GROUP=problem.group,
         D=problem.head_dim,
         STAGES=config.stages,

@@ -11,6 +11,8 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.language.core import _aggregate as aggregate
 
+from .record import WAIT_STORES
+
 
 @aggregate
 class Ring:
@@ -22,6 +24,7 @@ class Ring:
     depth: tl.constexpr
     parts: tl.constexpr
     by_thread: tl.constexpr  # how consumers release; part of the type, since functions are compiled once per type
+    name: tl.constexpr  # one of the waits of :mod:`.record`
 
     @triton.jit
     def slot(self, count):
@@ -33,22 +36,28 @@ class Ring:
         return self.tiles[(count % self.depth) * self.parts + part]
 
     @triton.jit
-    def acquire(self, count):
+    def acquire(self, count, watch):
         """Producer: wait until the slot is free."""
         slot, phase = self.slot(count)
+        since = watch.now()
         tlx.barrier_wait(self.empty[slot], phase ^ 1)
+        watch.waited(self.name, since)
 
     @triton.jit
-    def wait(self, count):
+    def wait(self, count, watch):
         """Consumer: wait until the slot is full."""
         slot, phase = self.slot(count)
+        since = watch.now()
         tlx.barrier_wait(self.full[slot], phase)
+        watch.waited(self.name, since)
 
     @triton.jit
-    def wait_if(self, condition, count):
+    def wait_if(self, condition, count, watch):
         """Consumer: wait, or do nothing unless ``condition``; without a branch, which a matmul in flight forbids."""
         slot, phase = self.slot(count)
+        since = watch.now()
         tlx.barrier_wait(self.full[slot], phase, condition)
+        watch.waited(self.name, since)
 
     @triton.jit
     def release(self, count):
@@ -71,7 +80,12 @@ class Ring:
 
 @triton.jit
 def make_ring(
-    descriptor, DEPTH: tl.constexpr, CONSUMERS: tl.constexpr, PARTS: tl.constexpr, BY_THREAD: tl.constexpr = False
+    descriptor,
+    NAME: tl.constexpr,
+    DEPTH: tl.constexpr,
+    CONSUMERS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BY_THREAD: tl.constexpr = False,
 ):
     """A ring of tiles of the descriptor's block shape, each released by ``CONSUMERS`` warp groups.
 
@@ -83,4 +97,12 @@ def make_ring(
         empty = tlx.alloc_warp_barrier(num_barriers=DEPTH, num_warps=4, num_arrivals=CONSUMERS)
     else:
         empty = tlx.alloc_barriers(num_barriers=DEPTH, arrive_count=CONSUMERS)
-    return Ring(tiles, full, empty, DEPTH, PARTS, BY_THREAD)
+    return Ring(tiles, full, empty, DEPTH, PARTS, BY_THREAD, NAME)
+
+
+@triton.jit
+def wait_stores(watch):
+    """Wait until the warp group's own TMA stores have been read. The compiler lets the warp group meet after it."""
+    since = watch.now()
+    tlx.async_descriptor_store_wait(0)
+    watch.waited(WAIT_STORES, since)

@@ -23,13 +23,18 @@ class Walk:
     zigzag: tl.constexpr
 
     @triton.jit
-    def at(self, i):
-        """``tile, head`` of the ``i``-th step; beyond the last, any."""
+    def index(self, i):
+        """Index of the ``i``-th step's pair in the list of pairs; beyond the last, any."""
         programs = tl.num_programs(0)
         lane = tl.program_id(0)
         if self.zigzag:
             lane = tl.where(i % 2 == 0, lane, programs - 1 - lane)
-        index = tl.where(i < self.count, i * programs + lane, 0)
+        return tl.where(i < self.count, i * programs + lane, 0)
+
+    @triton.jit
+    def at(self, i):
+        """``tile, head`` of the ``i``-th step; beyond the last, any."""
+        index = self.index(i)
         return index // self.heads, index % self.heads
 
 

@@ -26,6 +26,13 @@ def installed_build() -> tuple[str, dict[str, bool]] | None:
     return None
 
 
+def _library() -> Any:
+    build = installed_build()
+    if build is None:
+        raise ModuleNotFoundError("FlashAttention-3 is not installed")
+    return importlib.import_module(build[0])
+
+
 @dataclass(frozen=True)
 class FlashAttention3:
     name: str = "fa3"
@@ -62,11 +69,11 @@ class FlashAttention3:
             return "FlashAttention-3's backward is known to hang on empty sequences (flash-attention #1254)"
         return None
 
+    def preload(self) -> None:
+        _library()
+
     def prepare(self, inputs: Any, direction: Direction) -> Call:
-        build = installed_build()
-        if build is None:
-            raise ModuleNotFoundError("FlashAttention-3 is not installed")
-        function = importlib.import_module(build[0]).flash_attn_varlen_func
+        function = _library().flash_attn_varlen_func
         params = inputs.params
         # Older releases return the pair always, and have no argument for it.
         pair = {"return_attn_probs": True} if "return_attn_probs" in inspect.signature(function).parameters else {}

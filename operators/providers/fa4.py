@@ -7,6 +7,7 @@ it out, which is generous to FA4. Without a broadcast Q the two are the same.
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,16 @@ from jfabench.operator import Call, Unavailable
 from jfabench.operators.providers._autograd import OPERATOR, autograd_call
 from jfabench.operators.providers._machine import needs_capability, needs_cuda
 from jfabench.records import Direction
+
+
+def _library() -> Any:
+    """FA4, with its compiled kernels kept on disk, so that each process need not compile them.
+
+    The files are named by a hash of FA4's sources and of the versions below it, written beside and renamed: safe to
+    share. It reads the variable when it is imported.
+    """
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    return importlib.import_module("flash_attn.cute")
 
 
 @dataclass(frozen=True)
@@ -42,16 +53,16 @@ class FlashAttention4:
             return "FA4 has no deterministic backward for compute capability 12.x"
         return None
 
-    def prepare(self, inputs: Any, direction: Direction) -> Call:
-        # Its compiled kernels go to a disk cache only if this is set before it is imported.
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        from flash_attn.cute import flash_attn_varlen_func
+    def preload(self) -> None:
+        _library()
 
+    def prepare(self, inputs: Any, direction: Direction) -> Call:
+        function = _library().flash_attn_varlen_func
         params = inputs.params
         left, right = (None if bound < 0 else bound for bound in params.window)
 
         def forward(q: Any, k: Any, v: Any) -> Any:
-            return flash_attn_varlen_func(
+            return function(
                 q,
                 k,
                 v,

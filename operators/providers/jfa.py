@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,13 @@ class JaggedFlashAttention:
 
     def unsupported(self, params: Any, direction: Direction) -> str | None:
         return None
+
+    def preload(self) -> None:
+        from jfabench.kernels.attention import api, launch  # noqa: F401
+
+        modules = launch.TLX_LAUNCHERS.values() if self.kernels == "tlx" else ("launch_triton",)
+        for module in modules:
+            importlib.import_module(f"jfabench.kernels.attention.{module}")
 
     def prepare(self, inputs: Any, direction: Direction) -> Call:
         from jfabench.kernels import jagged_flash_attention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,9 @@ class TorchVarlen:
         if params.bounds not in ((-1, -1), (-1, 0)) and "window_size" not in known:
             return "varlen_attn of this torch has no window_size"
         return None
+
+    def preload(self) -> None:
+        importlib.import_module("torch.nn.attention.varlen")
 
     def prepare(self, inputs: Any, direction: Direction) -> Call:
         import torch

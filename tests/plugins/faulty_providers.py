@@ -162,7 +162,35 @@ class Faulty:
         return self.make(inputs, direction)
 
 
+def _raise_import_error() -> None:
+    raise ImportError("libfaulty.so: undefined symbol")
+
+
+def _change_settings() -> None:
+    import torch
+
+    torch.set_grad_enabled(False)
+
+
+def _exit_at_once() -> None:
+    os._exit(7)
+
+
+@dataclass(frozen=True)
+class FaultyImport(Faulty):
+    """Right, but something goes wrong when its library is imported ahead."""
+
+    make: Callable[[Any, Any], Call] = _reference
+    load: Callable[[], None] = lambda: None
+
+    def preload(self) -> None:
+        self.load()
+
+
 PROVIDERS = (
+    FaultyImport("import_raises", load=_raise_import_error),
+    FaultyImport("import_exits", load=_exit_at_once),
+    FaultyImport("import_sets", load=_change_settings),
     Faulty("raises", _instead(_raise)),
     Faulty("wobbles", _wobbles),
     Faulty("raises_when_asked", _reference, asked=_raise),

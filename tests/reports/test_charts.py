@@ -229,7 +229,7 @@ def test_the_charts_of_an_earlier_report_stay_until_the_new_ones_stand(
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(charts, "_png", fail)
+        patched.setattr(charts, "png", fail)
         with pytest.raises(OSError, match="no space"):
             charts.draw(found)
     assert {path.name for path in found.target.charts.iterdir()} == before

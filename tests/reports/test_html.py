@@ -127,6 +127,25 @@ def test_the_method_names_mode_rule_ceilings_and_formula(whole: tuple[Results, P
         assert text in words
 
 
+@pytest.mark.parametrize(
+    ("workers", "told"), [("per_shape", "a process of its own"), ("shared", "until anything failed"), ("", "")]
+)
+def test_what_the_harness_cost_is_told_where_it_is_known(tmp_path: Path, workers: str, told: str) -> None:
+    records = synthetic.grid((512,), (0.5,))
+    _, page, _ = build(tmp_path / "old", records, run=synthetic.manifest(len(records), workers=workers))
+    words = page.words("method")
+    assert "not counting its first call" not in words, "older records do not say where the time went"
+    assert ("the cost of the harness" in words) == bool(told)
+    assert told in words
+    spent = [replace(r, phases={"start": 1.0 + 5.0 * (i == 0) + 0.5 * (i == 3)}) for i, r in enumerate(records)]
+    results, page, _ = build(tmp_path / "new", spent, run=synthetic.manifest(len(records), workers=workers))
+    mean = (len(records) - 1 + 0.5) / (len(records) - 1)
+    words = page.words("method")
+    for text in (f"{mean:.1f} s on average", "1.5 s at most", "first case of all (6.0 s)"):
+        assert text in words
+    assert list(results.rows["overhead_s"]) == [r.phases["start"] for r in spent]
+
+
 def test_the_environment_is_shown_once(whole: tuple[Results, Page, str]) -> None:
     words = whole[1].words("environment")
     assert words.count("NVIDIA H200") == 1

@@ -1,0 +1,112 @@
+"""Costs of a tile from a result folder: `jfabench.tile_costs.calibrate` over the calls of our own kernels in it."""
+
+from __future__ import annotations
+
+import gzip
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jfabench.intervals import median_interval
+from jfabench.operator import load_operator
+from jfabench.records import Record, read_records
+from jfabench.schedule import Shape, compared, tiles
+from jfabench.schedule_run import ScheduleError
+from jfabench.tile_costs import KNOWN, Fit, Sample, calibrate
+
+PROVIDER = "tlx_jfa"
+LIST_SECONDS = 10e-6
+"""What a forward does beside its kernel: the list of tiles. Taken where all cases have as many tiles, so that no fit
+can tell it from their costs."""
+
+
+@dataclass(frozen=True)
+class FolderFit:
+    """A fit of one kernel and shape on one device, and the labels of the cases that it was made from."""
+
+    gpu: str
+    direction: str
+    head_dim: int
+    shape: Shape
+    fit: Fit
+    c_given: bool
+    labels: tuple[str, ...]
+
+
+def fit_folder(folder: Path, short_below: int = 512) -> list[FolderFit]:
+    """A fit for each direction and shape of tiles of which the folder has enough cases.
+
+    Only broadcast queries without a mask count, which a call computes by one attention kernel. `short_below` is the
+    mean length below which the forward took blocks of 64 keys. Raises `ScheduleError`.
+    """
+    groups: dict[tuple[str, int, str, Shape], list[tuple[str, Sample]]] = {}
+    for record in _records(folder):
+        operator = load_operator(record.case.operator)
+        params = operator.parse(record.case.params)
+        if not params.broadcast_q or params.bounds != (-1, -1) or record.measurement is None:
+            continue
+        direction = record.case.direction
+        queries, keys = params.draw_lengths(record.case.seed)
+        step = 64 if direction == "bwd" or keys.mean() < short_below else 128
+        shape = next((c.shape for c in KNOWN if c.direction == direction and c.shape.step == step), None)
+        sms = record.env.get("sm_count")
+        if shape is None or params.heads != params.kv_heads or not isinstance(sms, int):
+            continue
+        work = tiles(queries, keys, shape, params.heads)
+        weight = queries if shape.over_keys else keys
+        placed = compared(work, np.ones(len(work)), weight, ["zigzag"], sms, shape.residents)[0]
+        sample = Sample.of(work, placed, median_interval(record.measurement.rounds).middle)
+        key = str(record.env.get("gpu", "")), params.head_dim, direction, shape
+        groups.setdefault(key, []).append((operator.label(params), sample))
+    fits = list(_fits(groups))
+    if not fits:
+        raise ScheduleError(
+            f"{folder}: needs at least 3 measured cases of {PROVIDER} with broadcast queries and no mask, on a GPU"
+        )
+    return fits
+
+
+def _fits(groups: dict[tuple[str, int, str, Shape], list[tuple[str, Sample]]]) -> Iterator[FolderFit]:
+    for (gpu, head_dim, direction, shape), group in groups.items():
+        samples = [sample for _, sample in group]
+        counts = [float(sample.tiles.sum()) for sample in samples]
+        alike = max(counts) < 1.1 * min(counts)
+        if len(samples) >= 3:
+            fit = calibrate(samples, LIST_SECONDS if alike and direction == "fwd" else None)
+            yield FolderFit(gpu, direction, head_dim, shape, fit, alike, tuple(label for label, _ in group))
+
+
+def _records(folder: Path) -> Iterator[Record]:
+    """Right results of our own kernels, of `records.jsonl` or a packed one."""
+    plain, packed = folder / "records.jsonl", folder / "records.jsonl.gz"
+    try:
+        if plain.exists():
+            found = read_records(plain).records
+        else:
+            with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+                file.write(gzip.decompress(packed.read_bytes()))
+                file.flush()
+                found = read_records(Path(file.name)).records
+    except (OSError, ValueError) as error:
+        raise ScheduleError(f"{folder} holds no records that can be read: {error}") from error
+    for record in found:
+        if record.case.provider == PROVIDER and record.status == "ok" and record.case.direction in ("fwd", "bwd"):
+            yield record
+
+
+def lines(fits: Iterable[FolderFit]) -> Iterator[str]:
+    """Each fit, and how far each of its cases is from it, for people."""
+    for found in fits:
+        side = "keys" if found.shape.over_keys else "queries"
+        fit = found.fit
+        given = " (given)" if found.c_given and found.direction == "fwd" else ""
+        yield (
+            f"{found.gpu} {found.direction} D={found.head_dim}, tiles of {found.shape.tile} {side}, steps of "
+            f"{found.shape.step}: a = {fit.a * 1e6:.3f} us, b = {fit.b * 1e6:.3f} us a step, beside the kernel "
+            f"{fit.c * 1e6:.1f} us{given}; {len(found.labels)} cases, off by {fit.residual:.1%} at most"
+        )
+        for label, error in zip(found.labels, fit.errors, strict=True):
+            yield f"  {error:+.1%}  {label}"
