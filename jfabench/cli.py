@@ -1,8 +1,9 @@
 """The command line: parses, calls, prints. Every import beyond argparse stands inside the command that needs it.
 
-Exit codes: 0 all is well; 1 a case failed or was wrong, nothing could be measured, or a kernel does not compile or
-starts to spill; 2 the command or a sweep file is not valid; 3 the machine or the result folder cannot be used; 130
-interrupted (what was measured is kept).
+Exit codes: 0 all is well; 1 a case failed, was wrong or is slower than it was, nothing could be measured, or a kernel
+does not compile or starts to spill; 2 the command or a sweep file is not valid; 3 the machine, the database or the
+result folder cannot be used; 4 wrong results (`nightly`, where 1 is a regression); 130 interrupted (what was measured
+is kept).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jfabench import __version__, timeline_command, tuning_commands
+from jfabench import __version__, regression_commands, timeline_command, tuning_commands
 from jfabench.exit_codes import FAILED, INTERRUPTED, MACHINE, OK, USAGE
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     tuning_commands.add_commands(command)
     timeline_command.add_command(command)
+    regression_commands.add_commands(command)
     return parser
 
 

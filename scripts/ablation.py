@@ -152,7 +152,7 @@ def forward_variants() -> list[Variant]:
     base = configs.ForwardConfig()
     changed = [
         replace(base, pingpong=False),
-        replace(base, late=True),
+        replace(base, late=not base.late),
         replace(base, peel=False),
         replace(base, block_n=64),
         replace(base, block_n=64, kv_stages=4),
@@ -166,7 +166,7 @@ def forward_variants() -> list[Variant]:
         forward("schedule none", dealt, unsorted_tiles),
         forward("schedule sorted", dealt),
         forward("schedule LPT, a program a tile", dealt, programs=2**31),
-        *(forward(difference(base, config), config) for config in changed),
+        *(forward(difference(base, config), config) for config in dict.fromkeys(changed)),
     ]
 
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))  # jfabench may not be installed yet; what is used
 
 from jfabench import doctor  # noqa: E402
 
-EXTRAS = ("dev", "parquet", "fa3", "fa4")
+EXTRAS = ("dev", "parquet", "history", "fa3", "fa4")
 
 TORCH = "torch==2.13.0"
 """The version whose own triton, 3.7.1, is nearest to the fbtriton that the kernels are written for."""

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Makes a virtual environment and installs jfabench into it. Once everything is there, a run is quick and needs no network.
 #
-#   scripts/setup.sh [--dev] [--parquet] [--fa3] [--fa4]
+#   scripts/setup.sh [--dev] [--parquet] [--history] [--fa3] [--fa4]
 #
 #   --dev       what scripts/test.sh needs: pytest, ruff, mypy, ...
 #   --parquet   sequence lengths from Parquet files
+#   --history   comparing builds, the history of runs, the nightly run
 #   --fa3       FlashAttention 3 (forward) as a provider
 #   --fa4       FlashAttention 4 as a provider
 #

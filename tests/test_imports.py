@@ -33,6 +33,9 @@ ALLOWED: dict[str, set[str]] = {
     "jfabench.records": set(),
     "jfabench.collector": set(),
     "jfabench.intervals": set(),
+    "jfabench.from_tree": set(),
+    "jfabench.regression": {"jfabench.intervals", "jfabench.records"},
+    "jfabench.changes": {"jfabench.records"},
     "jfabench.ncu": {"jfabench.ranges"},
     "jfabench.kernels": {"jfabench.kernels"},
     "jfabench.operators": {
@@ -43,7 +46,10 @@ ALLOWED: dict[str, set[str]] = {
         "jfabench.kernels",
         "jfabench.operators",
     },
-    "jfabench.reports": {f"jfabench.{name}" for name in ("records", "folder", "intervals", "collector", "reports")},
+    "jfabench.reports": {
+        f"jfabench.{name}"
+        for name in ("records", "folder", "intervals", "regression", "changes", "collector", "reports")
+    },
     "jfabench.sweeps": set(),
 }
 # Who alone may import a module.

@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,15 +13,14 @@ import pytest
 from rich.console import Console
 
 from jfabench import cli, inspect_table
+from jfabench.inspect_compare import LIMITS, compare, read_rows
 from jfabench.inspect_kernels import (
     COLUMNS,
     Estimate,
     Inspected,
     InspectionError,
     Subject,
-    compare,
     flat_rows,
-    read_rows,
     write_rows,
 )
 from jfabench.sass import KINDS, AssemblerReport, Mix
@@ -52,9 +52,10 @@ def kernel(
 
 
 def test_rows_are_one_a_role_and_survive_the_file(tmp_path: Path) -> None:
-    rows = flat_rows([kernel(spills=(4, 8), estimate=Estimate(2048.0, 1024.0, None, "tensor"))])
+    rows = flat_rows([kernel(spills=(4, 8), estimate=Estimate(2048.0, 1024.0, None, 65536, 3568.9, "tensor"))])
     assert [row["role"] for row in rows] == ["all", "load", "attend"]
     assert rows[0]["estimate_tensor_cycles"] == "2048.0"
+    assert (rows[0]["estimate_global_bytes"], rows[0]["estimate_memory_cycles"]) == ("65536", "3568.9")
     assert rows[0]["estimate_shared_cycles"] == rows[1]["estimate_bound"] == ""
     assert {row["registers"] for row in rows} == {"168"}
     path = tmp_path / "new" / "inspect.csv"
@@ -83,7 +84,8 @@ def test_another_file_is_no_baseline(content: str, part: str, tmp_path: Path) ->
 
 def compared(before: list[Inspected], after: list[Inspected]) -> tuple[str, bool]:
     found = compare(flat_rows(before), flat_rows(after))
-    return "; ".join((*found.worse, *found.notes)), found.starts_to_spill
+    words = [f"{change.now} {change.what}, before {change.before}" for change in found.worse]
+    return "; ".join((*words, *found.notes)), found.fails
 
 
 def test_nothing_changed() -> None:
@@ -91,21 +93,24 @@ def test_nothing_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "part", "starts"),
+    ("before", "after", "part", "fails"),
     [
-        (kernel(), kernel(spills=(0, 4)), "spills 4 bytes, before 0", True),
-        (kernel(spills=(4, 4)), kernel(spills=(4, 8)), "spills 8 bytes, before 4", False),
-        (kernel(), kernel(registers=170), "170 registers, before 168", False),
-        (kernel(), kernel(shared_bytes=1024), "1024 bytes of shared memory, before 1000", False),
-        (kernel("block_n=64"), kernel(spills=(4, 4)), "is new and spills 4 bytes", True),
+        (kernel(), kernel(spills=(0, 4)), "4 bytes spilled, before 0", True),
+        (kernel(spills=(4, 4)), kernel(spills=(4, 8)), "8 bytes spilled, before 4", False),
+        (kernel(spills=(4, 4)), kernel(spills=(4, 5 + LIMITS["spilled"])), "21 bytes spilled, before 4", True),
+        (kernel(), kernel(registers=168 + LIMITS["registers"]), "176 registers, before 168", False),
+        (kernel(), kernel(registers=169 + LIMITS["registers"]), "177 registers, before 168", True),
+        (kernel(), kernel(shared_bytes=2024), "2024 bytes of shared memory, before 1000", False),
+        (kernel(), kernel(shared_bytes=2025), "2025 bytes of shared memory, before 1000", True),
+        (kernel("block_n=64"), kernel(spills=(4, 4)), "4 bytes spilled, before None", True),
         (kernel("block_n=64"), kernel(), "1 not in the baseline; 1 of the baseline's are not compiled any more", False),
         (kernel(compiler="triton 3.6"), kernel(spills=(4, 4)), "not compared, the baseline is of triton 3.6", False),
     ],
 )
-def test_what_got_worse_is_named(before: Inspected, after: Inspected, part: str, starts: bool) -> None:
-    said, started = compared([before], [after])
+def test_what_got_worse_is_named(before: Inspected, after: Inspected, part: str, fails: bool) -> None:
+    said, failed = compared([before], [after])
     assert part in said
-    assert started == starts
+    assert failed == fails
 
 
 def test_what_got_better_is_not() -> None:
@@ -129,7 +134,7 @@ def shown(kernels: list[Inspected]) -> str:
 
 
 def test_the_table_has_what_differs() -> None:
-    first = kernel("block_n=128 stages=2", estimate=Estimate(2048.0, 1024.0, None, "tensor"))
+    first = kernel("block_n=128 stages=2", estimate=Estimate(2048.0, 1024.0, None, 65536, 3568.9, "tensor"))
     text = shown([first, kernel("block_n=64 stages=2", spills=(4, 8))])
     assert "forward sm_90" in text
     assert "config 1: block_n=64\n" in text
@@ -138,6 +143,8 @@ def test_the_table_has_what_differs() -> None:
     assert "attend x2" in text
     assert "TMEM" not in text  # a column of zeros
     assert "2,048" in text
+    assert "65,536" in text
+    assert "3,569" in text
     assert "tensor, or shared" in text
     assert COMPILER in text
 
@@ -149,12 +156,18 @@ def test_the_table_says_when_roles_are_not_told_apart() -> None:
 
 def test_the_comparison_is_printed() -> None:
     console = Console(file=io.StringIO(), width=140)
-    found = compare(flat_rows([kernel()]), flat_rows([kernel(registers=170)]))
+    worse = [kernel(registers=170), kernel("block_n=64", spills=(4, 4))]
+    found = compare(flat_rows([kernel()]), flat_rows(worse))
     inspect_table.show_comparison(found, "before.csv", console)
     assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert "before.csv: 1 compared, 1 got worse" in text
-    assert "worse: forward sm_90 [block_n=128] D=128 group=1 mask=causal broadcast: 170 registers, before 168" in text
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert lines[0] == "against before.csv: 1 compared, 2 got worse"
+    shown = [line for line in lines if line.startswith(("fails", "within limits"))]
+    assert shown == [
+        "fails forward sm_90 block_n=64; D=128 group=1 mask=causal broadcast bytes spilled new 4",
+        "within limits forward sm_90 block_n=128; D=128 group=1 mask=causal broadcast registers 168 170",
+    ]
+    assert "note: 1 not in the baseline" in lines
 
 
 # the command
@@ -166,7 +179,7 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert "examples:" in text
-    for option in ("--arch", "--kernel", "--out", "--baseline"):
+    for option in ("--arch", "--kernel", "--out", "--against"):
         assert option in text
 
 
@@ -185,7 +198,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["--arch", "sm_91"], cli.USAGE, "did you mean 'sm_90'?"),
         (["--arch", ","], cli.USAGE, "--arch needs one of sm_90, sm_100"),
         (["--out", " "], cli.USAGE, "--out"),
-        (["--baseline", "/no/such.csv"], cli.USAGE, "/no/such.csv cannot be read"),
+        (["--against", "/no/such.csv"], cli.USAGE, "/no/such.csv cannot be read"),
     ],
 )
 def test_errors_are_one_sentence(words: list[str], code: int, part: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,6 +265,30 @@ def test_what_fails_is_said(
     assert not list(tmp_path.iterdir())
 
 
+def test_one_kernel_that_does_not_compile_costs_only_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from jfabench.kernels.attention import offline
+
+    fake_launches(monkeypatch, "disassembly", RuntimeError())
+    (launch,) = offline.launches("triton", "forward", 90)
+    bad = replace(launch, kernel=SimpleNamespace(__name__="bad_kernel", arg_names=[], fn=fake_launches))
+
+    def compiled(given: offline.Launch, _arch: int) -> offline.Binary:
+        if given is bad:
+            raise RuntimeError("no such layout")
+        return offline.Binary("ptx", b"", 0, 0)
+
+    monkeypatch.setattr(offline, "launches", lambda *_: iter([bad, launch]))
+    monkeypatch.setattr(offline, "compile_launch", compiled)
+    monkeypatch.setattr(offline, "disassembly", lambda _: "")
+    said = "Used 40 registers, used 1 barriers\n0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+    monkeypatch.setattr(offline, "assembler_report", lambda *_: said)
+    assert cli.main(["inspect", "--arch", "sm_90", "--out", str(tmp_path)]) == cli.FAILED
+    assert "bad_kernel does not compile for sm_90" in capsys.readouterr().err
+    assert {row["kernel"] for row in read_rows(tmp_path / "inspect.csv")} == {"forward_kernel"}
+
+
 def test_a_kernel_is_compiled_and_compared(tmp_path: Path) -> None:
     words = ("--kernel", "delta_kernel", "--out", str(tmp_path))
     done = run(*words)
@@ -271,6 +308,7 @@ def test_a_kernel_is_compiled_and_compared(tmp_path: Path) -> None:
 
     # The baseline is the file that is written anew.
     path.write_text(path.read_text().replace(f",{rows[0]['registers']},0,0,", ",16,0,0,"))
-    again = run(*words, "--baseline", str(path))
-    assert again.returncode == cli.OK, again.stderr
-    assert f"{rows[0]['registers']} registers, before 16" in again.stdout
+    again = run(*words, "--against", str(path))
+    assert again.returncode == cli.FAILED, again.stderr
+    failing = [line.split() for line in again.stdout.splitlines() if line.split()[:1] == ["fails"]]
+    assert ["registers", "16", rows[0]["registers"]] in [words[-3:] for words in failing]

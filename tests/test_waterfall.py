@@ -14,6 +14,7 @@ import pytest
 from jfabench import cli, waterfall
 from jfabench.kernels.attention import launch_sm90, switches_sm90, tune
 from jfabench.operator import Call
+from jfabench.profile_sweep import case_columns
 from jfabench.records import Case
 from jfabench.reports import pictures
 from jfabench.reports import waterfall as bars
@@ -118,6 +119,7 @@ def test_rows_say_what_a_stage_saves_and_that_they_are_wrong(
     assert (shipped["results"], shipped["saved"], shipped["note"]) == (waterfall.SHIPPED, "", "")
     assert float(shipped["median_s"]) == pytest.approx(4e-3, rel=1e-3)
     assert len(by_name) == 8
+    assert shipped["shape"] == case_columns(case)["shape"]  # joins with the other tables
     for row in by_name.values():
         assert row["results"] == waterfall.WRONG
         assert "no speedup" in row["note"]

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
+from jfabench.inspect_kernels import subject_of
 from jfabench.kernels.attention import offline
-from jfabench.sass import parse_assembler
+from jfabench.sass import WHOLE, parse_assembler
 
 
 def report(family: str, direction: str, arch: int) -> list[dict[str, Any]]:
     rows = []
+    seen = set()
     for launch in offline.launches(family, direction, arch):
         binary = offline.compile_launch(launch, arch)
+        code = launch.name, str(launch.config), binary.ptx  # other cases may lead to the same, which is listed once
+        repeated = code in seen
+        seen.add(code)
         said = parse_assembler(offline.assembler_report(binary.ptx, arch))
         rows.append(
             {
@@ -32,6 +38,14 @@ def report(family: str, direction: str, arch: int) -> list[dict[str, Any]]:
                 "spilled_bytes": max(said.spill_store_bytes, said.spill_load_bytes),
                 "shared_bytes": binary.shared_bytes,
                 "serialised": said.serialised,
+                "repeated": repeated,
+                "inspected": {  # as in a row of inspect.csv
+                    **{name: str(value) for name, value in asdict(subject_of(launch, arch)).items()},
+                    **{name: str(value) for name, value in said._asdict().items()},
+                    "shared_bytes": str(binary.shared_bytes),
+                    "role": WHOLE,
+                    "compiler": offline.compiler(arch),
+                },
             }
         )
     return rows

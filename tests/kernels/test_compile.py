@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from jfabench import inspect_compare
+from jfabench.sass import WHOLE
+
+BASELINE = Path(__file__).parent.parent / "data" / "inspect_baseline.csv"
 SHARED_LIMIT = 227 * 1024  # bytes that one program may have on sm_90 and sm_100
 
 
@@ -57,6 +62,19 @@ def test_kernels_compile_within_limits(family: str, direction: str, arch: int) -
         if arch == 90 and row["role"]:
             assert row["shared_bytes"] <= row["estimated_shared_bytes"], row
             assert row["registers"] <= register_limit(family, row["config"]), row
+    assert_no_worse_than_the_baseline([row["inspected"] for row in rows if not row["repeated"]])
+
+
+def assert_no_worse_than_the_baseline(rows: list[dict[str, str]]) -> None:
+    """No kernel spills, or takes more registers or shared memory, than when the baseline was written.
+
+    Where a change is meant, or kernels are new, write the baseline anew: `python -m jfabench inspect --out NEW`, then
+    copy `NEW/inspect.csv` to `tests/data/inspect_baseline.csv`.
+    """
+    comparison = inspect_compare.compare(inspect_compare.read_rows(BASELINE), rows)
+    assert not comparison.fails, [change for change in comparison.worse if change.fails]
+    another = any(note.startswith("sm_") for note in comparison.notes)  # compiler, or architecture
+    assert comparison.compared or another, "the baseline has none of these kernels: it is out of date"
 
 
 def register_limit(family: str, config: dict[str, Any]) -> int:
@@ -65,3 +83,29 @@ def register_limit(family: str, config: dict[str, Any]) -> int:
         return 255
     threads = 128 * (1 + config.get("consumers", 2)) * config.get("residents", 1)
     return 65536 // threads
+
+
+@pytest.mark.parametrize(
+    ("column", "grown", "fails"),
+    [
+        ("spill_store_bytes", 4, True),
+        ("registers", 9, True),
+        ("registers", 8, False),
+        ("shared_bytes", 1025, True),
+        ("shared_bytes", 1024, False),
+    ],
+)
+def test_a_kernel_that_gets_worse_is_noticed(column: str, grown: int, fails: bool) -> None:
+    rows = inspect_compare.read_rows(BASELINE)
+    assert_no_worse_than_the_baseline(rows)
+    kernel = next(row for row in rows if row["kernel"] == "forward_sm90_kernel" and row["role"] == WHOLE)
+    kernel[column] = str(int(kernel[column]) + grown)
+    with pytest.raises(AssertionError, match="forward_sm90_kernel") if fails else contextlib.nullcontext():
+        assert_no_worse_than_the_baseline(rows)
+
+
+def test_a_baseline_of_other_kernels_is_noticed() -> None:
+    rows = inspect_compare.read_rows(BASELINE)
+    renamed = [{**row, "kernel": "another"} for row in rows if row["kernel"] == "delta_kernel"]
+    with pytest.raises(AssertionError, match="out of date"):
+        assert_no_worse_than_the_baseline(renamed)
