@@ -91,7 +91,10 @@ def _records(folder: Path) -> Iterator[Record]:
                 file.flush()
                 found = read_records(Path(file.name)).records
     except (OSError, ValueError) as error:
-        raise ScheduleError(f"{folder} holds no records that can be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(
+            f"{folder}: records.jsonl cannot be read ({why}); name a result folder that `sweep` wrote"
+        ) from error
     for record in found:
         if record.case.provider == PROVIDER and record.status == "ok" and record.case.direction in ("fwd", "bwd"):
             yield record

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jfabench import __version__, regression_commands, timeline_command, tuning_commands
-from jfabench.exit_codes import FAILED, INTERRUPTED, MACHINE, OK, USAGE
+from jfabench.exit_codes import FAILED, INTERRUPTED, MACHINE, OK, USAGE, fail
+from jfabench.sim import mutate_command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,6 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
     tuning_commands.add_commands(command)
     timeline_command.add_command(command)
     regression_commands.add_commands(command)
+    mutate_command.add_command(command)
     return parser
 
 
@@ -210,11 +212,6 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _fail(message: object, code: int) -> int:
-    print(f"jfabench: {message}", file=sys.stderr)
-    return code
-
-
 # sweep ---------------------------------------------------------------------------------------------------------------
 
 
@@ -225,14 +222,14 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from jfabench.sweep import ConfigError, load_sweep
 
     if arguments.out is not None and not arguments.out.strip():
-        return _fail("--out needs the name of a folder", USAGE)
+        return fail("--out needs the name of a folder", USAGE)
     if arguments.resume and not arguments.out:
-        return _fail("--resume needs --out, the folder to go on in", USAGE)
+        return fail("--resume needs --out, the folder to go on in", USAGE)
     if arguments.retry_failed and not arguments.resume:
-        return _fail("--retry-failed needs --resume", USAGE)
+        return fail("--retry-failed needs --resume", USAGE)
     device, note = _device(arguments.device)
     if device is None:
-        return _fail(note, MACHINE)
+        return fail(note, MACHINE)
     settings = [*arguments.settings, *([f"measure.mode={arguments.measure}"] if arguments.measure else [])]
     settings += [f"workers={arguments.workers}"] if arguments.workers else []
     try:
@@ -246,9 +243,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
         )
         sweep.config.measure.mode_on(device.split(":")[0])
     except ConfigError as error:
-        return _fail(error, USAGE)
+        return fail(error, USAGE)
     except ValueError as error:
-        return _fail(error, USAGE)
+        return fail(error, USAGE)
     if note:
         print(note)
     if arguments.dry_run:
@@ -284,9 +281,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
                 workers=workers,
             )
     except SweepStoppedError as error:
-        return _fail(error, MACHINE)
+        return fail(error, MACHINE)
     except OSError as error:
-        return _fail(f"{error}. What was measured is kept; the same command with --resume goes on", MACHINE)
+        return fail(f"{error}. What was measured is kept; the same command with --resume goes on", MACHINE)
     except KeyboardInterrupt:
         print(
             f"\ninterrupted: what was measured is kept; the same command with --out {shlex.quote(str(folder.root))} "
@@ -309,11 +306,9 @@ def _verdict(records: Sequence[Record]) -> int:
         for record in bad:
             counts[record.status] = counts.get(record.status, 0) + 1
         words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        return _fail(f"{len(bad)} of {len(records)} cases gave no right result ({words}); see the report", FAILED)
+        return fail(f"{len(bad)} of {len(records)} cases gave no right result ({words}); see the report", FAILED)
     if not any(record.status == "ok" for record in records):
-        return _fail(
-            "nothing was measured: no provider is available here for these cases (see `jfabench list`)", FAILED
-        )
+        return fail("nothing was measured: no provider is available here for these cases (see `jfabench list`)", FAILED)
     return OK
 
 
@@ -379,12 +374,12 @@ def _profile(arguments: argparse.Namespace) -> int:
     from jfabench.sweep import ConfigError, load_sweep
 
     if arguments.out is not None and not arguments.out.strip():
-        return _fail("--out needs the name of a folder", USAGE)
+        return fail("--out needs the name of a folder", USAGE)
     device, note = _device(arguments.device)
     if device is None:
-        return _fail(note, MACHINE)
+        return fail(note, MACHINE)
     if device == "cpu" and arguments.device != "cpu" and not arguments.dry_run:
-        return _fail("no NVIDIA GPU that can be used here, and only GPUs have these counters (see `doctor`)", MACHINE)
+        return fail("no NVIDIA GPU that can be used here, and only GPUs have these counters (see `doctor`)", MACHINE)
     try:
         sweep = load_sweep(
             arguments.config,
@@ -394,7 +389,7 @@ def _profile(arguments: argparse.Namespace) -> int:
             directions=arguments.direction,
         )
     except ConfigError as error:
-        return _fail(error, USAGE)
+        return fail(error, USAGE)
     if note:
         print(note)
     folder = _folder(arguments.out, f"profile-{sweep.name}")
@@ -413,12 +408,12 @@ def _profile(arguments: argparse.Namespace) -> int:
             return OK
         outcome = profile_sweep.profile(sweep, folder, plan)
     except profile_sweep.ProfileError as error:
-        return _fail(error, MACHINE)
+        return fail(error, MACHINE)
     print(f"counters: {folder.root / 'counters.csv'}, by case: {folder.root / 'counters_wide.csv'}")
     if outcome.failed:
-        return _fail(f"{len(outcome.failed)} of {len(outcome.records)} cases could not be profiled", FAILED)
+        return fail(f"{len(outcome.failed)} of {len(outcome.records)} cases could not be profiled", FAILED)
     if not outcome.counted:
-        return _fail("nothing was profiled: no provider is available here (see `jfabench list`)", FAILED)
+        return fail("nothing was profiled: no provider is available here (see `jfabench list`)", FAILED)
     return OK
 
 
@@ -433,7 +428,7 @@ def _report(arguments: argparse.Namespace) -> int:
     folders = [ResultFolder(Path(name)) for name in arguments.folders]
     for folder in folders:
         if not folder.records.exists():
-            return _fail(f"{folder.root}: no records.jsonl here; name a folder that `jfabench sweep` wrote", USAGE)
+            return fail(f"{folder.root}: no records.jsonl here; name a folder that `jfabench sweep` wrote", USAGE)
     return _write_report(folders, ResultFolder(Path(arguments.out)) if arguments.out else folders[0])
 
 
@@ -445,7 +440,7 @@ def _write_report(folders: Sequence[ResultFolder], target: ResultFolder) -> int:
     try:
         built = html.build(folders, target)
     except (OSError, ValueError) as error:
-        return _fail(f"the report could not be written: {error}. The records are safe; try `jfabench report`", MACHINE)
+        return fail(f"the report could not be written: {error}. The records are safe; try `jfabench report`", MACHINE)
     terminal.show(built)
     print(f"results: {target.table}")
     print(f"report:  {_shown(target.report)}")
@@ -498,7 +493,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         try:
             print(doctor.repair_triton())
         except RuntimeError as error:
-            return _fail(error, MACHINE)
+            return fail(error, MACHINE)
     findings = doctor.examine()
     table = Table()
     for heading in ("check", "", "found", "what to do"):
@@ -523,11 +518,11 @@ def _ceilings(arguments: argparse.Namespace) -> int:
 
     device, note = _device(arguments.device)
     if device is None:
-        return _fail(note, MACHINE)
+        return fail(note, MACHINE)
     try:
         measured = ceilings.measure(device)
     except RuntimeError as error:
-        return _fail(f"the ceilings could not be measured: {error}", MACHINE)
+        return fail(f"the ceilings could not be measured: {error}", MACHINE)
     for dtype, rate in measured.flops.items():
         print(f"{measured.device}: {dtype} matrix product {rate / 1e12:,.2f} TFLOP/s")
     print(f"{measured.device}: copy {measured.bytes / 1e9:,.1f} GB/s (read + written)")
@@ -536,7 +531,7 @@ def _ceilings(arguments: argparse.Namespace) -> int:
             write_json(ResultFolder(Path(arguments.out)).ceilings, measured.to_json())
         print(f"stored in {ceilings.store(measured)}; reports of this device use them for the roofline")
     except OSError as error:
-        return _fail(f"they could not be stored for later reports: {error}", MACHINE)
+        return fail(f"they could not be stored for later reports: {error}", MACHINE)
     return OK
 
 
@@ -551,7 +546,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from jfabench import inspect_compare, inspect_kernels, inspect_table
 
     if not arguments.out.strip():
-        return _fail("--out needs the name of a folder", USAGE)
+        return fail("--out needs the name of a folder", USAGE)
     target = Path(arguments.out) / "inspect.csv"
     broken: Exception | None = None
     try:
@@ -563,13 +558,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
                 archs, arguments.kernel, lambda text: status.update(f"compiling for {text}")
             )
     except inspect_kernels.InspectionError as error:
-        return _fail(error, USAGE)
+        return fail(error, USAGE)
     except inspect_kernels.CompilationError as error:
         broken, inspected = error, list(error.inspected)
         if not inspected:
-            return _fail(error, FAILED)
+            return fail(error, FAILED)
     except inspect_kernels.ToolchainError as error:
-        return _fail(error, MACHINE)
+        return fail(error, MACHINE)
     console = Console()
     if not console.is_terminal:  # a file has room for whole tables
         console.width = max(console.width, 140)
@@ -578,7 +573,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     try:
         inspect_kernels.write_rows(target, rows)
     except OSError as error:
-        return _fail(f"{target} could not be written: {error}", MACHINE)
+        return fail(f"{target} could not be written: {error}", MACHINE)
     print(f"results: {target}")
     fails = False
     if baseline is not None:
@@ -586,5 +581,5 @@ def _inspect(arguments: argparse.Namespace) -> int:
         inspect_table.show_comparison(comparison, arguments.against, console)
         fails = comparison.fails
     if broken is not None:
-        return _fail(broken, FAILED)
+        return fail(broken, FAILED)
     return FAILED if fails else OK

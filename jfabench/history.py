@@ -111,9 +111,12 @@ def machine_of(env: Mapping[str, Any]) -> str:
 
 
 class History:
-    """A database of runs. Raises `HistoryError` wherever it cannot be used."""
+    """A database of runs. Raises `HistoryError` wherever it cannot be used.
 
-    def __init__(self, url: str | None = None) -> None:
+    With `reading`, nothing is created or changed: a database will do that its user may only read.
+    """
+
+    def __init__(self, url: str | None = None, *, reading: bool = False) -> None:
         given = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
         try:
             parsed = sql.make_url(given)
@@ -122,8 +125,12 @@ class History:
                 raise HistoryError(f"{_hidden(given)}: SQLite and PostgreSQL are supported, such as {DEFAULT_URL}")
             if backend == "postgresql":
                 parsed = parsed.set(drivername="postgresql+psycopg")
-            elif parsed.database:
+            elif parsed.database in (None, "", ":memory:"):
+                raise HistoryError(f"{given}: would be forgotten at once; name a file, such as {DEFAULT_URL}")
+            elif not reading:
                 Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+            elif not Path(parsed.database).exists():
+                raise HistoryError(f"{given}: there is no such file; `python -m jfabench history import DIR` makes it")
         except (sql.exc.ArgumentError, OSError) as error:
             raise HistoryError(
                 f"{_hidden(given)}: not a database that can be used ({error}); name one such as {DEFAULT_URL} or "
@@ -136,27 +143,33 @@ class History:
             raise HistoryError(f"{self.name} needs {error.name}: pip install 'jfabench[history]'") from None
         if self._engine.dialect.name == "sqlite":
             sql.event.listen(self._engine, "connect", _set_up_sqlite)
-            sql.event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-        self._create()
+            begin = "BEGIN" if reading else "BEGIN IMMEDIATE"
+            sql.event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+        self._transaction(self._require_schema if reading else self._create)
 
     def close(self) -> None:
         self._engine.dispose()
 
-    def _create(self) -> None:
-        def create(connection: sql.Connection) -> None:
-            if self._engine.dialect.name == "postgresql":
-                connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK)))
-            _schema.create(connection, checkfirst=True)
-            found = connection.scalar(sql.select(sql.func.max(_schema.c.version)))
-            if found is not None and found > SCHEMA:
-                raise HistoryError(
-                    f"{self.name} has schema {found}, newer than this jfabench knows ({SCHEMA}): update jfabench"
-                )
-            _tables.create_all(connection, checkfirst=True)
-            if found is None:
-                connection.execute(_schema.insert().values(version=SCHEMA))
+    def _create(self, connection: sql.Connection) -> None:
+        """Makes the tables that are not there yet."""
+        if self._engine.dialect.name == "postgresql":
+            connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK)))
+        _schema.create(connection, checkfirst=True)
+        found = self._require_schema(connection)
+        _tables.create_all(connection, checkfirst=True)
+        if found is None:
+            connection.execute(_schema.insert().values(version=SCHEMA))
 
-        self._transaction(create)
+    def _require_schema(self, connection: sql.Connection) -> int | None:
+        """The schema of the database, None where it has none yet."""
+        if not sql.inspect(connection).has_table(_schema.name):
+            raise HistoryError(f"{self.name} holds no history; `python -m jfabench history import DIR` begins one")
+        found: int | None = connection.scalar(sql.select(sql.func.max(_schema.c.version)))
+        if found is not None and found > SCHEMA:
+            raise HistoryError(
+                f"{self.name} has schema {found}, newer than this jfabench knows ({SCHEMA}): update jfabench"
+            )
+        return found
 
     def _transaction(self, work: Callable[[sql.Connection], T]) -> T:
         """Does `work` whole or not at all; again where another process stood in the way."""
@@ -166,11 +179,17 @@ class History:
                     return work(connection)
             except sql.exc.OperationalError as error:
                 if attempt == _ATTEMPTS or not _may_pass(error):
-                    raise HistoryError(f"{self.name}: {_first_line(error)}; nothing was changed") from None
+                    raise self._unusable(error) from None
                 time.sleep(_PAUSE * attempt)
             except sql.exc.SQLAlchemyError as error:
-                raise HistoryError(f"{self.name}: {_first_line(error)}; nothing was changed") from None
+                raise self._unusable(error) from None
         raise AssertionError("unreachable")
+
+    def _unusable(self, error: Exception) -> HistoryError:
+        return HistoryError(
+            f"{self.name}: {_first_line(error)}. Nothing was changed; check that this is the right database (--db, or "
+            f"${URL_VARIABLE}), and that it can be reached and written"
+        )
 
     # Writing
 
@@ -180,10 +199,10 @@ class History:
         known = [record for record in records if record.env]
         if not known:
             raise HistoryError(f"{folder.records}: no record says which machine it is from, so nothing can be imported")
-        machines = {machine_of(record.env) for record in known}
-        if len(machines) > 1:
+        machine, *others = sorted({machine_of(record.env) for record in known})
+        if others:
             raise HistoryError(
-                f"{folder.records}: mixes machines ({'; '.join(sorted(machines))}); import each run by itself"
+                f"{folder.records}: mixes machines ({'; '.join([machine, *others])}); import each run by itself"
             )
         env = dict(known[0].env)
         manifest = folder.read_manifest()
@@ -196,7 +215,7 @@ class History:
             "env": json.dumps(env, sort_keys=True),
             "verdict": verdict,
         }
-        return self._transaction(lambda connection: self._add(connection, machines.pop(), values, records))
+        return self._transaction(lambda connection: self._add(connection, machine, values, records))
 
     def _add(
         self, connection: sql.Connection, machine: str, run: dict[str, Any], records: Sequence[Record]
@@ -263,14 +282,6 @@ class History:
             run for run in self.runs(machine) if run.verdict == "good" and run.config == config and run.started < before
         ]
         return found[-1] if found else None
-
-    def find(self, folder: ResultFolder) -> Run | None:
-        """The run that a folder was imported as, None if it was not."""
-        digest = _read(folder)[1]
-        number = self._transaction(
-            lambda connection: connection.scalar(sql.select(_runs.c.id).where(_runs.c.digest == digest))
-        )
-        return next((run for run in self.runs() if run.id == number), None)
 
     def records(self, run: int) -> dict[Case, Record]:
         """The records of a run, as they were imported."""
@@ -357,8 +368,8 @@ def _hidden(url: str) -> str:
 
 
 @contextmanager
-def opened(url: str | None) -> Iterator[History]:
-    history = History(url)
+def opened(url: str | None, *, reading: bool = False) -> Iterator[History]:
+    history = History(url, reading=reading)
     try:
         yield history
     finally:

@@ -119,7 +119,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise InspectionError(f"{path} cannot be read as a baseline: {why}") from error
+        raise InspectionError(
+            f"{path} cannot be read as a baseline ({why}); take an inspect.csv that `jfabench inspect` wrote"
+        ) from error
     needed = {*KEY, "role", *COMPARED, *SPILLS, "compiler"}
     missing = sorted(needed - columns)
     if missing:

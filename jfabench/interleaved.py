@@ -73,10 +73,12 @@ def measure(plan: Plan, root: Path, say: Callable[[str], None] = lambda text: No
     # The tuner would choose anew in each process and each build; what it chooses by chance is no change of a build.
     os.environ.setdefault("JFABENCH_TUNE", "0")
     with ExitStack() as stack:
+        # Workers die with whoever started them, and that is a thread: these must last as long as the processes.
+        threads = stack.enter_context(ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))))
         pairs = [tuple(_Side(plan, side, root, pair, stack) for side in range(2)) for pair in range(plan.pairs)]
         if plan.device != "cpu":
             say("starting processes")
-            _warm_up([side for pair in pairs for side in pair], shapes)
+            _warm_up([side for pair in pairs for side in pair], shapes, threads)
         hopeless: set[tuple[int, Case]] = set()
         for number, pair in enumerate(pairs):
             for place, shape in enumerate(shapes):
@@ -116,7 +118,7 @@ class _Side:
             yield record
 
 
-def _warm_up(sides: Sequence[_Side], shapes: Sequence[tuple[Case, ...]]) -> None:
+def _warm_up(sides: Sequence[_Side], shapes: Sequence[tuple[Case, ...]], threads: ThreadPoolExecutor) -> None:
     """Lets all processes visit the smallest shape at once, for nothing: contexts, libraries and kernels are loaded."""
 
     def memory(shape: tuple[Case, ...]) -> int:
@@ -129,5 +131,4 @@ def _warm_up(sides: Sequence[_Side], shapes: Sequence[tuple[Case, ...]]) -> None
         for _ in side.workers.run(Job(smallest, side.plan.device, _WARM_UP), Quiet()):
             pass
 
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-        list(pool.map(visit, sides))
+    list(threads.map(visit, sides))

@@ -12,18 +12,21 @@ failed, so that nothing is known; 2 the command is not valid.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from jfabench import compare, interleaved, regression, trees
+from jfabench import compare, env, interleaved, regression, trees
 from jfabench.changes import Run
 from jfabench.counted import read_folder
 from jfabench.folder import ResultFolder
@@ -52,7 +55,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Options:
-    """What a night does. `gate` are the providers that can fail it, `pairs` those of a repetition."""
+    """What a night does.
+
+    `gate` are the providers that can fail it, `tree` the sources that are measured again beside the last good commit,
+    `pairs` how often. `timeout` is for a step of a case, `limit` for a whole command, in seconds.
+    """
 
     sweep: Sweep
     device: str
@@ -127,6 +134,7 @@ def _judge(night: Night, history: History, say: Callable[[str], None]) -> None:
     last = night.last
     if last is None:
         night.steps.append(Step("comparison", "skipped", "no good night of this machine and grid yet", 0.0))
+        say(f"comparison: skipped ({night.steps[-1].text})")
     else:
         _do(night, "comparison", lambda: _compare(night, last, history.records(last.id)), say)
         if suspicious := _suspicious(night):
@@ -143,10 +151,14 @@ def _do(
     state: State = "done"
     try:
         text = action() or ""
-    except (InfrastructureError, HistoryError, SweepStoppedError, ValueError, OSError) as error:
-        state, text = ("failed" if needed else "skipped"), str(error)
+    except Exception as error:
+        expected = isinstance(error, InfrastructureError | HistoryError | SweepStoppedError | ValueError | OSError)
+        if not expected:  # a fault of ours: it must not look like a regression, as Python's own exit code would
+            traceback.print_exc()
+        text = str(error) if expected else f"{type(error).__name__}: {error}"
+        state = "failed" if needed else "skipped"
         if needed:
-            night.failure = night.failure or f"{name}: {error}"
+            night.failure = night.failure or f"{name}: {text}"
     night.steps.append(Step(name, state, text, time.monotonic() - begin))
     say(f"{name}: {state}{f' ({text})' if text else ''}")
 
@@ -155,8 +167,12 @@ def _do(
 
 
 def _command(night: Night, *arguments: str, accepted: Sequence[int] = (0,)) -> None:
-    """Runs one of our commands. Raises `InfrastructureError` where its exit code is not one of `accepted`."""
+    """Runs one of our commands. Raises `InfrastructureError` where its exit code is not one of `accepted`.
+
+    It dies with this process: a killed night leaves nobody behind who uses the GPU, and the folder can be used again.
+    """
     log = night.options.out / f"{arguments[0]}.log"
+    die_with_parent = ctypes.CDLL(None).prctl
     try:
         with log.open("wb") as output:
             done = subprocess.run(
@@ -166,6 +182,7 @@ def _command(night: Night, *arguments: str, accepted: Sequence[int] = (0,)) -> N
                 stderr=subprocess.STDOUT,
                 timeout=night.options.limit,
                 check=False,
+                preexec_fn=lambda: die_with_parent(1, signal.SIGKILL),  # Linux: PR_SET_PDEATHSIG is 1
             )
     except subprocess.TimeoutExpired:
         raise InfrastructureError(f"took longer than {night.options.limit:g} s; see {log}") from None
@@ -189,6 +206,8 @@ def _sweep(night: Night) -> str:
     """Measures the grid, or goes on with it where a killed night left it; a case that fails is no failure of this."""
     options = night.options
     resume = ["--resume"] if night.folder.records.exists() else []
+    if resume:
+        _require_same_commit(night.folder)
     timeout = ["--timeout", str(options.timeout)]
     try:
         _command(night, "sweep", *_grid(night, options.sweep.config.providers), *timeout, *resume, accepted=(0, 1))
@@ -204,6 +223,16 @@ def _sweep(night: Night) -> str:
     night.machine = machine_of(next(record.env for record in right))
     night.wrong = tuple(r for r in night.records if r.status in BROKEN and r.case.provider in options.gate)
     return f"{len(right)} of {len(night.records)} cases right"
+
+
+def _require_same_commit(folder: ResultFolder) -> None:
+    """What a killed night left is gone on with, unless it is of another commit."""
+    now = env.environment("cpu")["commit"]
+    before = next((record.env["commit"] for record in read_folder(folder) if record.env.get("commit")), now)
+    if before != now:
+        raise InfrastructureError(
+            f"{folder.root} was begun at commit {before[:12]} and this is {str(now)[:12]}: choose another --out"
+        )
 
 
 def _counters(night: Night) -> None:
@@ -226,6 +255,8 @@ def _import(night: Night) -> History:
 def _compare(night: Night, last: Run, before: Mapping[Case, Record]) -> str:
     """Compares with the last good night, for what it is worth: times of two nights, and what else changed."""
     now = {record.case: record for record in night.records}
+    if not now.keys() & before.keys():
+        return f"the last good night ({last.started[:10]}) measured none of these cases: nothing to compare with"
     labels = (f"{last.started[:10]} ({last.commit[:12] or 'no commit'})", f"this night ({night.commit[:12]})")
     night.against_last = compare.from_blocks(labels, ([before], [now]), paired=False)
     lost = [r for r in night.against_last.cases if r.status[0] == "ok" and r.status[1] == "unavailable"]
@@ -249,7 +280,10 @@ def _suspicious(night: Night) -> tuple[CaseResult, ...]:
 
 
 def _repeat(night: Night, last: Run, suspicious: Sequence[CaseResult]) -> str:
-    """Measures the suspicious cases again: both commits in turns, or where the old one is not here, this one alone."""
+    """Measures the suspicious cases again: both commits in turns, or this one alone where the old one is not here.
+
+    A case that the old commit cannot compute any more, for want of its old environment say, counts as measured alone.
+    """
     options = night.options
     with tempfile.TemporaryDirectory(prefix="jfabench-") as folder:
         now = trees.find(options.tree, Path(folder))
@@ -271,19 +305,28 @@ def _repeat(night: Night, last: Run, suspicious: Sequence[CaseResult]) -> str:
         )
         root = options.out / f"repetition-{time.strftime('%Y%m%d-%H%M%S')}"
         again = compare.measured(plan, root, repeated_pairs=0)
-    if missing:
-        night.regressions = tuple(_still_slower(night, suspicious, root))
-    else:
+    alone, sides = suspicious, list(interleaved.SIDES)
+    if not missing:
         night.repeated = again
-        night.regressions = tuple(again.of("slower"))
+        gone = {result.case for result in again.cases if result.status[0] != "ok"}
+        alone, sides = [result for result in suspicious if result.case in gone], ["b"]
+        missing = f"it has no right result in {len(alone)} cases now" if alone else ""
+    blocks = [block for side in sides for block in compare.read_side(root / side)]
+    slower = {result.case: result for result in again.of("slower")} if night.repeated else {}
+    slower |= {result.case: result for result in _still_slower(night, alone, blocks)}
+    night.regressions = tuple(slower.values())
+    worse = {case: r for block in blocks for case, r in block.items() if r.status in BROKEN}
+    night.wrong += tuple(worse.values())  # right in the sweep, but not every time
     found = f"{len(night.regressions)} of {len(suspicious)} suspicious cases are slower"
+    found += f", {len(worse)} not right every time" if worse else ""
     return f"{found}; measured without the old commit ({missing})" if missing else found
 
 
-def _still_slower(night: Night, suspicious: Sequence[CaseResult], root: Path) -> Iterator[CaseResult]:
+def _still_slower(
+    night: Night, suspicious: Sequence[CaseResult], blocks: Sequence[compare.Block]
+) -> Iterator[CaseResult]:
     """Cases whose fastest fresh process still takes longer than the last good night, by more than what counts."""
     assert night.against_last is not None
-    blocks = [block for side in interleaved.SIDES for block in compare.read_side(root / side)]
     for result in suspicious:
         records = [block[result.case] for block in blocks if result.case in block]
         values = [regression.block_value(r.measurement.rounds) for r in records if r.measurement]

@@ -29,24 +29,30 @@ def write(night: Night, links: trends.Links | None = None, environment: Mapping[
     """Writes everything into the night's folder, and the summary to where GitHub shows it. Returns the files."""
     out = night.options.out
     summary = markdown(night)
-    files = {out / "summary.md": summary.encode(), out / "junit.xml": junit(night)}
-    for path, content in files.items():
-        write_whole(path, content)
     if step_summary := environment.get("GITHUB_STEP_SUMMARY"):
         with Path(step_summary).open("a", encoding="utf-8") as file:
             file.write(summary)
+    files = {out / "summary.md": summary.encode(), out / "junit.xml": junit(night)}
+    for path, content in files.items():
+        write_whole(path, content)
     written = list(files)
     found = night.repeated or night.against_last
     if found is not None:
         written += [comparison.write_table(found, out), comparison.write_page(found, out)]
     if night.machine:
         try:
-            with opened(night.options.database) as history:
+            with opened(night.options.database, reading=True) as history:
                 trends.write(history.series(night.machine), out / "trends.html", links)
             written.append(out / "trends.html")
         except HistoryError:
             pass  # the step that imports has said so
     return written
+
+
+def is_finished(out: Path) -> bool:
+    """Whether a night has come to a verdict in this folder."""
+    summary = out / "summary.md"
+    return summary.exists() and TITLES[INFRASTRUCTURE] not in summary.read_text(encoding="utf-8").partition("\n")[0]
 
 
 def links_of_repository(environment: Mapping[str, str] = os.environ, tree: str = ".") -> trends.Links:

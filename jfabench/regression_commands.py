@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jfabench.exit_codes import FAILED, MACHINE, OK, USAGE
+from jfabench.exit_codes import FAILED, INTERRUPTED, MACHINE, OK, USAGE, fail
 
 if TYPE_CHECKING:
     from jfabench.history import History
@@ -51,13 +51,8 @@ def add_commands(command: Command) -> None:
     _add_nightly(command)
 
 
-def _fail(message: object, code: int) -> int:
-    print(f"jfabench: {message}", file=sys.stderr)
-    return code
-
-
 def _missing(error: ImportError) -> int:
-    return _fail(
+    return fail(
         f"{error.name} is not installed, and this command needs it: pip install 'jfabench[history]', or "
         "scripts/setup.sh --history",
         MACHINE,
@@ -122,17 +117,19 @@ def _compare(arguments: argparse.Namespace) -> int:
     from jfabench.workers import SweepStoppedError
 
     wanted = "one build at most (default: the sources here)" if arguments.aa else "A and B"
+    if arguments.out is not None and not arguments.out.strip():
+        return fail("--out needs the name of a folder", USAGE)
     if arguments.repeat == 1:
-        return _fail("--repeat 1: one pair tells nothing about chance; use 2 or more, or 0", USAGE)
+        return fail("--repeat 1: one pair tells nothing about chance; use 2 or more, or 0", USAGE)
     if len(arguments.sides) > 1 if arguments.aa else len(arguments.sides) != 2:
-        return _fail(f"compare{' --aa' if arguments.aa else ''} needs {wanted}", USAGE)
+        return fail(f"compare{' --aa' if arguments.aa else ''} needs {wanted}", USAGE)
     root = _out(arguments.out, "compare")
     try:
         import scipy.stats  # noqa: F401  -- better missed now than after everything was measured
 
         if not arguments.aa and all(compare.is_results(Path(side)) for side in arguments.sides):
             if ignored := _given(arguments, ("config", "only", "direction", "measure", "settings")):
-                return _fail(f"{ignored}: result folders are compared as they are; leave it out", USAGE)
+                return fail(f"{ignored}: result folders are compared as they are; leave it out", USAGE)
             found = compare.from_folders(*map(Path, arguments.sides))
         else:
             found = _measured(arguments, root)
@@ -146,10 +143,22 @@ def _compare(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return _missing(error)
     except (compare.CompareError, trees.TreeError, ConfigError) as error:
-        return _fail(error, USAGE)
-    except (SweepStoppedError, OSError) as error:
-        return _fail(f"{error}. What was measured is kept in {root}", MACHINE)
+        return fail(error, USAGE)
+    except SweepStoppedError as error:
+        return fail(f"{error}. {_kept(compare, root)}", MACHINE)
+    except OSError as error:
+        return fail(f"{error}: make room, or choose another folder with --out. {_kept(compare, root)}", MACHINE)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted. {_kept(compare, root)}", file=sys.stderr)
+        return INTERRUPTED
     return FAILED if found.regressed else OK
+
+
+def _kept(compare: Any, root: Path) -> str:
+    """What is left of a comparison that did not come to its end."""
+    if not compare.is_results(root / "b"):
+        return "Nothing was measured yet."
+    return f"What was measured is kept: python -m jfabench compare {root / 'a'} {root / 'b'}"
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> str:
@@ -162,8 +171,9 @@ def _measured(arguments: argparse.Namespace, root: Path) -> Comparison:
 
     from jfabench import compare, interleaved, trees
 
+    _require_builds(arguments.sides)
     device, sweep = _sweep(arguments)
-    names = arguments.sides * 2 if arguments.aa and arguments.sides else arguments.sides or [".", "."]
+    names = arguments.sides * 2 if arguments.aa and arguments.sides else arguments.sides or [trees.here()] * 2
     with tempfile.TemporaryDirectory(prefix="jfabench-") as folder, _Status() as say:
         found = [trees.find(name, Path(folder)) for name in names]
         plan = interleaved.Plan(
@@ -175,6 +185,21 @@ def _measured(arguments: argparse.Namespace, root: Path) -> Comparison:
             arguments.timeout,
         )
         return compare.measured(plan, root, repeated_pairs=arguments.repeat, floor=not arguments.aa, say=say)
+
+
+def _require_builds(names: Sequence[str]) -> None:
+    """Raises `CompareError` where one of them is a result folder."""
+    from jfabench.compare import CompareError, is_results
+
+    results = [name for name in names if is_results(Path(name))]
+    others = [name for name in names if name not in results]
+    if results and others:
+        raise CompareError(
+            f"{results[0]} is a result folder, and {others[0]} is none (it has no records.jsonl): name two result "
+            "folders, or two builds"
+        )
+    if results:
+        raise CompareError(f"--aa measures a build, and {results[0]} is a result folder: name a revision, or sources")
 
 
 def _sweep(arguments: argparse.Namespace) -> tuple[str, Sweep]:
@@ -261,31 +286,40 @@ def _history(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return _missing(error)
     try:
-        with opened(arguments.db) as history:
+        with opened(arguments.db, reading=arguments.action != "import") as history:
             return int(_HISTORY_ACTIONS[arguments.action](history, arguments))
     except ModuleNotFoundError as error:
         return _missing(error)
-    except (HistoryError, OSError, ValueError) as error:
-        return _fail(error, MACHINE)
+    except OSError as error:
+        return fail(f"the page could not be written ({error}): make room, or choose another folder with --out", MACHINE)
+    except (HistoryError, ValueError) as error:
+        return fail(error, MACHINE)
 
 
 def _history_import(history: History, arguments: argparse.Namespace) -> int:
     from jfabench.folder import ResultFolder
+    from jfabench.history import HistoryError
 
+    code = OK
     for name in arguments.folders:
-        done = history.add(ResultFolder(Path(name)))
-        print(f"{name}: {'a new run' if done.new else 'known already'}, {done.results} results added or replaced")
-    return OK
+        try:
+            done = history.add(ResultFolder(Path(name)))
+        except HistoryError as error:  # the others may be better
+            code = fail(error, MACHINE)
+        else:
+            print(f"{name}: {'a new run' if done.new else 'known already'}, {done.results} results added or replaced")
+    return code
 
 
 def _history_report(history: History, arguments: argparse.Namespace) -> int:
+    from jfabench import trees
     from jfabench.nightly_report import links_of_repository
     from jfabench.reports import trends
 
     series = [one for one in history.series() if (arguments.machine or "") in one.machine]
     if not series:
-        return _fail(f"{history.name}: no run{' of such a machine' if arguments.machine else ''} with a time", FAILED)
-    links = trends.github(arguments.repository) if arguments.repository else links_of_repository()
+        return fail(f"{history.name}: no run{' of such a machine' if arguments.machine else ''} with a time", FAILED)
+    links = trends.github(arguments.repository) if arguments.repository else links_of_repository(tree=trees.here())
     target = Path(arguments.out) / "trends.html"
     found = trends.write(series, target, links)
     print(f"{len(series)} series, {len(found)} changes")
@@ -354,46 +388,57 @@ def _add_nightly(command: Command) -> None:
 def _nightly(arguments: argparse.Namespace) -> int:
     from jfabench.sweep import ConfigError, load_sweep
 
+    if arguments.out is not None and not arguments.out.strip():
+        return fail("--out needs the name of a folder", USAGE)
     try:
-        from jfabench import nightly, nightly_report
+        from jfabench import nightly, nightly_report, trees
     except ModuleNotFoundError as error:
         return _missing(error)
     from jfabench.devices import choose_device
 
     device, note = choose_device(arguments.device)
     if device is None:
-        return _fail(note, MACHINE)
+        return fail(note, MACHINE)
     try:
         sweep = load_sweep(arguments.config, "cpu" if device == "cpu" else "full", settings=arguments.settings)
     except ConfigError as error:
-        return _fail(error, USAGE)
+        return fail(error, USAGE)
     providers = sweep.config.providers
     if unknown := [name for name in arguments.gate if name not in providers]:
-        return _fail(f"--gate {unknown[0]}: not in this grid, which has {', '.join(providers)}", USAGE)
+        return fail(f"--gate {unknown[0]}: not in this grid, which has {', '.join(providers)}", USAGE)
     gate = arguments.gate or [name for name in providers if name != sweep.config.baseline]
+    out = _out(arguments.out, "nightly")
+    if nightly_report.is_finished(out):
+        return fail(f"{out} holds a night that has come to its end; choose another --out", USAGE)
     if note:
         print(note)
     options = nightly.Options(
         sweep,
         device,
-        _out(arguments.out, "nightly"),
+        out,
         arguments.db,
         tuple(gate),
         settings=tuple(arguments.settings),
+        tree=trees.here(),
         pairs=arguments.pairs,
         ceilings=not arguments.no_ceilings,
         counters=not arguments.no_counters,
         timeout=arguments.timeout,
         limit=arguments.limit,
     )
+    night = None
     try:
         night = nightly.run(options, lambda text: print(text, flush=True))
-        files = nightly_report.write(night, nightly_report.links_of_repository())
+        print(nightly_report.TITLES[night.code])
+        files = nightly_report.write(night, nightly_report.links_of_repository(tree=options.tree))
     except ModuleNotFoundError as error:
         return _missing(error)
-    except OSError as error:
-        return _fail(error, MACHINE)
-    print(nightly_report.TITLES[night.code])
+    except OSError as error:  # what is known of the code stays known
+        code = fail(f"{error}; make room, or choose another folder with --out", MACHINE)
+        return night.code or code if night else code
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: what was measured is kept; the same command with --out {out} goes on", file=sys.stderr)
+        return INTERRUPTED
     for path in (night.folder.report, *files):
         print(path)
     return night.code

@@ -75,7 +75,7 @@ class RecordLog:
                 os.ftruncate(self.descriptor, start)
             raise FolderError(
                 f"{self.path}: cannot be written ({error.strerror}). All earlier records are safe; make room or fix "
-                "the permission, then repeat the command with --resume"
+                "the permission, then repeat the command (a sweep with --resume)"
             ) from None
 
 

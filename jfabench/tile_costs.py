@@ -73,9 +73,9 @@ def default_shape(direction: str, head_dim: int, queries: Ints, keys: Ints, boun
 
 
 def known_cost(direction: str, head_dim: int, shape: Shape, gpu: str | None = None) -> TileCost | None:
-    """What was measured of such tiles, on `gpu` or on any; None if nothing."""
+    """What was measured of such tiles, on a GPU whose name holds `gpu` or on any; None if nothing."""
     alike = (c for c in KNOWN if (c.direction, c.head_dim, c.shape) == (direction, head_dim, shape))
-    return next((cost for cost in alike if gpu in (None, cost.gpu)), None)
+    return next((cost for cost in alike if gpu is None or gpu.lower() in cost.gpu.lower()), None)
 
 
 def model(direction: str, head_dim: int, shape: Shape) -> TileCost:

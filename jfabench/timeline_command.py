@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jfabench.exit_codes import FAILED, MACHINE, OK, USAGE
+from jfabench.exit_codes import FAILED, MACHINE, OK, USAGE, fail
 
 EXAMPLES = """\
 examples:
@@ -50,17 +49,12 @@ def add_command(command: Command) -> None:
     timeline.add_argument("--device", default="auto", help="auto, cuda or cuda:N (default: auto)")
 
 
-def _fail(message: object, code: int) -> int:
-    print(f"jfabench: {message}", file=sys.stderr)
-    return code
-
-
 def _timeline(arguments: argparse.Namespace) -> int:
     from jfabench.devices import choose_device
     from jfabench.sweep import ConfigError, load_sweep
 
     if arguments.out is not None and not arguments.out.strip():
-        return _fail("--out needs the name of a folder", USAGE)
+        return fail("--out needs the name of a folder", USAGE)
     try:
         sweep = load_sweep(
             arguments.config,
@@ -70,10 +64,10 @@ def _timeline(arguments: argparse.Namespace) -> int:
             directions=arguments.direction,
         )
     except ConfigError as error:
-        return _fail(error, USAGE)
+        return fail(error, USAGE)
     device, _ = choose_device(arguments.device)
     if device is None or device == "cpu":
-        return _fail(
+        return fail(
             "a timeline is recorded inside the TLX kernels on a GPU of sm_90, and there is none that can be used here: "
             "run it on an H100 or H200 (`python -m jfabench doctor` says what is missing)",
             MACHINE,
@@ -81,16 +75,16 @@ def _timeline(arguments: argparse.Namespace) -> int:
     from jfabench import timeline
 
     if found := timeline.obstacle(device):
-        return _fail(found, MACHINE)
+        return fail(found, MACHINE)
     folder = Path(arguments.out or f"results/timeline-{sweep.name}-{datetime.now():%Y%m%d-%H%M%S}")
     orders = list(dict.fromkeys(arguments.order or ["sorted"]))
     try:
         for line in timeline.record(sweep.cases, device, orders, folder):
             print(line, flush=True)
     except timeline.TimelineError as error:
-        return _fail(error, FAILED)
+        return fail(error, FAILED)
     except OSError as error:
-        return _fail(f"{folder} cannot be written: {error}. Choose another folder with --out, or make room", MACHINE)
+        return fail(f"{folder} cannot be written: {error}. Choose another folder with --out, or make room", MACHINE)
     print(f"spans: {folder / 'timeline.csv'}, waits: {folder / 'waits.csv'}, pictures: {folder / 'charts'}")
     print(f"trace, for https://ui.perfetto.dev: {folder / 'timeline.trace.json'}")
     return OK

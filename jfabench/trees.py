@@ -38,6 +38,12 @@ def is_tree(path: Path) -> bool:
     return True
 
 
+def here() -> str:
+    """The present folder if it holds sources, else the folder that jfabench is imported from if that does."""
+    imported = Path(__file__).resolve().parent.parent
+    return str(imported) if is_tree(imported) and not is_tree(Path()) else "."
+
+
 def find(name: str, into: Path) -> Tree:
     """The tree that `name` means: a folder of sources, or a revision, which is unpacked below `into`.
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from jfabench.exit_codes import MACHINE, OK, USAGE
+from jfabench.exit_codes import MACHINE, OK, USAGE, fail
 
 WATERFALL_EXAMPLES = """\
 examples:
@@ -21,6 +20,8 @@ examples:
   python -m jfabench schedule --config jagged.yaml --set q_len=256 --set lengths.max_len=1024 --out results/mine
   python -m jfabench schedule --calibrate results/mine          a and b of a tile from measured times, and how well
 """
+
+MOST_SMS = 1024
 
 Command = Callable[[str, str, Any, str], argparse.ArgumentParser]
 """Adds a command: name, help, function that runs it, examples."""
@@ -58,15 +59,12 @@ def add_commands(command: Command) -> None:
     schedule.add_argument(
         "--short-below",
         type=_count,
-        default=512,
         metavar="N",
         help="with --calibrate: the forward took blocks of 64 keys below this mean length (default: 512)",
     )
     schedule.add_argument("--column", metavar="NAME", help="with --lengths: the column (default: the file's only one)")
-    schedule.add_argument(
-        "--q-len", type=_count, default=256, metavar="M", help="with --lengths: queries (default: 256)"
-    )
-    schedule.add_argument("--heads", type=_count, default=4, metavar="H", help="with --lengths: heads (default: 4)")
+    schedule.add_argument("--q-len", type=_count, metavar="M", help="with --lengths: queries (default: 256)")
+    schedule.add_argument("--heads", type=_count, metavar="H", help="with --lengths: heads (default: 4)")
     schedule.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="with --config: override"
     )
@@ -74,7 +72,7 @@ def add_commands(command: Command) -> None:
         "--direction", action="append", default=[], choices=["fwd", "bwd"], help="(default: the file's, or fwd)"
     )
     schedule.add_argument(
-        "--sms", type=_count, default=132, metavar="N", help="multiprocessors: H100, H200 132, B200 148 (default: 132)"
+        "--sms", type=_multiprocessors, metavar="N", help="multiprocessors: H100, H200 132, B200 148 (default: 132)"
     )
     schedule.add_argument(
         "--policy",
@@ -83,16 +81,9 @@ def add_commands(command: Command) -> None:
         choices=["none", "sorted", "zigzag", "lpt", "dynamic"],
         help="(repeatable; default: all)",
     )
-    schedule.add_argument("--gpu", metavar="NAME", help="take its measured costs whatever --sms says")
+    schedule.add_argument("--gpu", metavar="NAME", help="take the costs measured there, whatever --sms says")
     schedule.add_argument("--tiles", action="store_true", help="write schedule_tiles.csv, too: a row a tile")
-    schedule.add_argument(
-        "--out", metavar="DIR", default="results/schedule", help="result folder (default: results/schedule)"
-    )
-
-
-def _fail(message: object, code: int) -> int:
-    print(f"jfabench: {message}", file=sys.stderr)
-    return code
+    schedule.add_argument("--out", metavar="DIR", help="result folder (default: results/schedule)")
 
 
 def _count(text: str) -> int:
@@ -101,12 +92,42 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _multiprocessors(text: str) -> int:
+    count = _count(text)
+    if count > MOST_SMS:
+        raise argparse.ArgumentTypeError(f"{text}: no GPU has so many; at most {MOST_SMS} can be drawn")
+    return count
+
+
+_ONLY_WITH = {
+    "--lengths": ("--column", "--q-len", "--heads"),
+    "--config": ("--set",),
+    "--calibrate": ("--short-below",),
+}
+_NOT_WITH_CALIBRATE = ("--direction", "--sms", "--policy", "--gpu", "--tiles", "--out")
+
+
+def _misplaced(arguments: argparse.Namespace) -> str:
+    """What is wrong with the options of `schedule` beside the source of its lengths; empty if nothing is."""
+
+    def given(flag: str) -> bool:
+        name = {"--set": "settings"}.get(flag, flag.removeprefix("--").replace("-", "_"))
+        return getattr(arguments, name) not in (None, [], False)
+
+    (source,) = filter(given, _ONLY_WITH)
+    for needed, flags in _ONLY_WITH.items():
+        if needed != source and (wrong := next(filter(given, flags), None)):
+            return f"{wrong} is for {needed}, and says nothing with {source}: leave it out"
+    wrong = next(filter(given, _NOT_WITH_CALIBRATE), None) if source == "--calibrate" else None
+    return f"{wrong} says nothing with --calibrate: leave it out" if wrong else ""
+
+
 def _waterfall(arguments: argparse.Namespace) -> int:
     from jfabench.devices import choose_device
     from jfabench.sweep import ConfigError, load_sweep
 
     if arguments.out is not None and not arguments.out.strip():
-        return _fail("--out needs the name of a folder", USAGE)
+        return fail("--out needs the name of a folder", USAGE)
     try:
         sweep = load_sweep(
             arguments.config,
@@ -116,10 +137,10 @@ def _waterfall(arguments: argparse.Namespace) -> int:
             directions=arguments.direction,
         )
     except ConfigError as error:
-        return _fail(error, USAGE)
+        return fail(error, USAGE)
     device, _ = choose_device("auto")
     if device is None or device == "cpu":
-        return _fail(
+        return fail(
             "a waterfall times variants of the TLX kernels on a GPU of sm_90, and there is none that can be used here: "
             "run it on an H100 or H200 (`python -m jfabench doctor` says what is missing)",
             MACHINE,
@@ -127,7 +148,7 @@ def _waterfall(arguments: argparse.Namespace) -> int:
     from jfabench import waterfall
 
     if found := waterfall.obstacle(device):
-        return _fail(found, MACHINE)
+        return fail(found, MACHINE)
     folder = _folder(arguments.out, f"waterfall-{sweep.name}")
     try:
         rows = waterfall.waterfall(sweep.cases, device, folder / "waterfall.csv", arguments.rounds)
@@ -136,11 +157,11 @@ def _waterfall(arguments: argparse.Namespace) -> int:
 
         picture, _ = pictures.save(bars.draw(bars.read(folder / "waterfall.csv")), folder / "waterfall")
     except waterfall.WaterfallError as error:
-        return _fail(error, MACHINE)
+        return fail(error, MACHINE)
     except BrokenPipeError:
         raise  # whoever read what is printed has gone, which is no fault of the folder
     except OSError as error:
-        return _fail(f"{folder} could not be written: {error}", MACHINE)
+        return fail(f"{folder} could not be written ({error}): make room, or choose another with --out", MACHINE)
     print(f"{len(rows)} rows: {folder / 'waterfall.csv'}, {picture} (wrong by design: no speedups)")
     return OK
 
@@ -154,17 +175,19 @@ def _schedule(arguments: argparse.Namespace) -> int:
     from jfabench.schedule import POLICIES
     from jfabench.sweep import ConfigError
 
-    if not arguments.out.strip():
-        return _fail("--out needs the name of a folder", USAGE)
-    if arguments.calibrate:
-        return _calibrate(Path(arguments.calibrate), arguments.short_below)
-    folder = Path(arguments.out)
+    if wrong := _misplaced(arguments):
+        return fail(wrong, USAGE)
+    if arguments.out is not None and not arguments.out.strip():
+        return fail("--out needs the name of a folder", USAGE)
+    if arguments.calibrate is not None:
+        return _calibrate(Path(arguments.calibrate), arguments.short_below or 512)
+    folder = Path(arguments.out or "results/schedule")
     try:
         works = _works(arguments)
         policies = [policy for policy in POLICIES if policy in (arguments.policy or POLICIES)]
-        predictions = [schedule_run.predict(work, arguments.sms, policies, arguments.gpu) for work in works]
+        predictions = [schedule_run.predict(work, arguments.sms or 132, policies, arguments.gpu) for work in works]
     except (ConfigError, schedule_run.ScheduleError) as error:
-        return _fail(error, USAGE)
+        return fail(error, USAGE)
     schedule_run.show(predictions, Console())
     try:
         schedule_run.write_csv(folder / "schedule.csv", schedule_run.rows(predictions))
@@ -175,7 +198,7 @@ def _schedule(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise  # whoever read what is printed has gone, which is no fault of the folder
     except OSError as error:
-        return _fail(f"{folder} could not be written: {error}", MACHINE)
+        return fail(f"{folder} could not be written ({error}): make room, or choose another with --out", MACHINE)
     if len(predictions) > schedule_run.MOST_PICTURES:
         print(f"heatmaps of the first {schedule_run.MOST_PICTURES} cases only: choose others with --set")
     print(f"results: {folder / 'schedule.csv'}")
@@ -186,10 +209,10 @@ def _works(arguments: argparse.Namespace) -> Any:
     from jfabench import schedule_run
     from jfabench.sweep import load_sweep
 
-    if arguments.lengths:
+    if arguments.lengths is not None:
         directions = arguments.direction or ["fwd"]
         return schedule_run.of_file(
-            arguments.lengths, arguments.column, arguments.q_len, arguments.heads, 128, directions
+            arguments.lengths, arguments.column, arguments.q_len or 256, arguments.heads or 4, 128, directions
         )
     sweep = load_sweep(arguments.config, "full", settings=arguments.settings, directions=arguments.direction)
     return schedule_run.of_sweep(sweep)
@@ -202,7 +225,7 @@ def _calibrate(folder: Any, short_below: int) -> int:
     try:
         fits = calibration.fit_folder(folder, short_below)
     except ScheduleError as error:
-        return _fail(error, USAGE)
+        return fail(error, USAGE)
     for line in calibration.lines(fits):
         print(line)
     return OK

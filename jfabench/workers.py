@@ -323,7 +323,7 @@ def _end(process: subprocess.Popen[bytes], wait: float) -> int:
     except subprocess.TimeoutExpired:
         raise SweepStoppedError(
             f"worker process {process.pid} cannot be killed: it hangs in the GPU's driver. Restart the machine, then "
-            "repeat the command with --resume"
+            "repeat the command (a sweep with --resume)"
         ) from None
 
 

@@ -126,7 +126,8 @@ def show(found: Comparison, console: Console | None = None) -> None:
     console.print(lines)
     for (provider, direction), (mean, count) in found.means.items():
         console.print(
-            f"geometric mean over {count} cases, {provider} {direction}: {change_text(mean.middle)} "
+            f"geometric mean over {count} case{'' if count == 1 else 's'}, {provider} {direction}: "
+            f"{change_text(mean.middle)} "
             f"({interval_text(mean)})",
             markup=False,
             highlight=False,
@@ -179,7 +180,8 @@ def change_text(ratio: float) -> str:
 def interval_text(interval: Interval) -> str:
     if math.isnan(interval.low):
         return "–"
-    return f"{100 * (interval.low - 1):+.1f} to {100 * (interval.high - 1):+.1f}%"
+    high = f"{100 * (interval.high - 1):+.1f}%" if interval.high < 10 else "more than +900%"
+    return f"{100 * (interval.low - 1):+.1f} to {high}"
 
 
 def time_text(seconds: float, like: float | None = None) -> str:

@@ -224,6 +224,7 @@ def test_on_a_gpu_all_processes_are_warmed_up_first_and_that_is_thrown_away(two:
     warm = [turn for turn in taken if turn[4] == 0]
     assert warm == taken[: len(warm)]
     assert len({process for _, process, *_ in warm}) == 4
+    assert {process for _, process, *_ in taken[len(warm) :]} == {process for _, process, *_ in warm}
     assert {json.dumps(turn[2]) for turn in warm} == {json.dumps(taken[-1][2] | {"max_len": 64, "fill": 0.1})}
     assert sum(len(block) for block in compare.read_side(tmp_path / "out" / "a")) == 12
 
@@ -318,11 +319,43 @@ def test_the_command_measures_two_trees(tmp_path: Path, capsys: pytest.CaptureFi
         (["compare", "--aa", "--config", "jagged.yaml", "--repeat", "1"], "tells nothing about chance"),
         (["compare", "no-such-thing", ".", "--config", "jagged.yaml", "--device", "cpu"], "no source tree"),
         (["compare", ".", ".", "--config", "nowhere.yaml", "--device", "cpu"], "no sweep file"),
+        (["compare", "a", "b", "--out", " "], "--out needs the name of a folder"),
     ],
 )
 def test_mistakes_are_explained(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_result_folder_beside_something_else_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = side(tmp_path / "a", block())
+    assert main(["compare", str(a), str(tmp_path / "typo")]) == 2
+    assert f"{tmp_path / 'typo'} is none (it has no records.jsonl)" in capsys.readouterr().err
+    assert main(["compare", "--aa", str(a), "--config", "jagged.yaml"]) == 2
+    assert "is a result folder: name a revision" in capsys.readouterr().err
+
+
+def test_an_interrupted_comparison_says_how_to_compare_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(plan: interleaved.Plan, root: Path, say: Any) -> None:
+        for name in interleaved.SIDES:
+            side(root / name, block(), block())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interleaved, "measure", interrupted)
+    tree, out = str(fake_tree.make(tmp_path / "A")), tmp_path / "out"
+    assert main(["compare", "--aa", tree, "--config", "jagged.yaml", "--device", "cpu", "--out", str(out)]) == 130
+    message = capsys.readouterr().err
+    assert message.strip().endswith(f"compare {out / 'a'} {out / 'b'}")
+    assert main(["compare", str(out / "a"), str(out / "b"), "--out", str(tmp_path / "late")]) == 0
+
+
+def test_a_full_disk_is_named_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = side(tmp_path / "a", block())
+    (tmp_path / "file").write_text("")
+    assert main(["compare", str(a), str(a), "--out", str(tmp_path / "file")]) == 3
+    assert "choose another folder with --out" in capsys.readouterr().err
 
 
 def test_result_folders_are_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ def test_an_import_that_goes_wrong_costs_the_others_nothing(config: Path, tmp_pa
 
 def test_shapes_share_a_process_only_on_request(config: Path, tmp_path: Path) -> None:
     config.write_text(CONFIG.replace("axes: {", "axes: {q_len: [1, 2], "))
-    for options, processes in (((), 2), (("--workers", "shared"), 1), (("--set", "workers=shared"), 1)):
+    for options, processes in (((), 2), (("--workers", "shared"), 1)):
         out = tmp_path / f"out-{'-'.join(options)}"
         done = sweep(config, out, *only("reference", "sdpa_padded"), *options)
         assert done.returncode == 0, done.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,8 @@ import pytest
 
 from jfabench import nightly, nightly_report
 from jfabench.cli import main
-from jfabench.history import History
+from jfabench.folder import ResultFolder
+from jfabench.history import History, opened
 from jfabench.nightly import GOOD, INFRASTRUCTURE, REGRESSION, WRONG, Night, Options
 from jfabench.records import Case, Record
 from jfabench.reports import trends
@@ -89,8 +92,8 @@ def verdicts(tmp_path: Path) -> list[str]:
     return found
 
 
-def repository(root: Path, *speeds: dict[str, float]) -> tuple[Path, list[str]]:
-    """A repository of a fake tree with one commit for each of `speeds`; the folder and the hashes."""
+def repository(root: Path, *speeds: dict[str, float], status: Sequence[dict[str, str]] = ()) -> tuple[Path, list[str]]:
+    """A repository of a fake tree with one commit for each of `speeds` (and `status`); the folder and the hashes."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), "-c", "user.name=n", "-c", "user.email=e", *arguments]
@@ -98,7 +101,8 @@ def repository(root: Path, *speeds: dict[str, float]) -> tuple[Path, list[str]]:
 
     commits = []
     for number, speed in enumerate(speeds):
-        fake_tree.make(root.parent / f"sources-{number}", speed, turns=root.parent / "turns.jsonl")
+        outcome = status[number] if status else None
+        fake_tree.make(root.parent / f"sources-{number}", speed, status=outcome, turns=root.parent / "turns.jsonl")
         root.mkdir(exist_ok=True)
         subprocess.run(["cp", "-r", f"{root.parent}/sources-{number}/.", str(root)], check=True)
         if not number:
@@ -163,6 +167,89 @@ def test_without_the_old_commit_every_fresh_process_must_be_slower(
     night = do("two", records(sweep, 2, "2" * 40, {"sdpa_padded": 1.05e-3}), tree)
     assert night.code == expected
     assert "without the old commit" in night.steps[-1].text
+
+
+@pytest.mark.parametrize(("now", "expected"), [(1.05e-3, REGRESSION), (1e-3, GOOD)])
+def test_an_old_commit_that_cannot_be_measured_any_more_hides_no_regression(
+    do: Do, sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: float, expected: int
+) -> None:
+    tree, (old, new) = repository(
+        tmp_path / "repository", {}, {"sdpa_padded": now}, status=({"sdpa_padded": "failed"}, {})
+    )
+    monkeypatch.chdir(tree)
+    do("one", records(sweep, 1, old))
+    night = do("two", records(sweep, 2, new, {"sdpa_padded": 1.05e-3}), tree)
+    assert night.code == expected
+    assert len(night.regressions) == (4 if expected else 0)
+    assert "without the old commit (it has no right result in 4 cases now)" in night.steps[-1].text
+
+
+def test_what_fails_in_the_repetition_is_wrong(
+    do: Do, sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, (old, new) = repository(tmp_path / "repository", {}, {}, status=({}, {"sdpa_padded": "timeout"}))
+    monkeypatch.chdir(tree)
+    do("one", records(sweep, 1, old))
+    night = do("two", records(sweep, 2, new, {"sdpa_padded": 1.05e-3}), tree)
+    assert night.code == WRONG
+    assert {record.case.provider for record in night.wrong} == {"sdpa_padded"}
+    assert "4 not right every time" in night.steps[-1].text
+    assert verdicts(tmp_path) == ["good", "wrong"]
+
+
+def test_a_new_grid_starts_anew(do: Do, sweep: Sweep, tmp_path: Path) -> None:
+    old = [replace(r, case=replace(r.case, seed=r.case.seed + 1)) for r in records(sweep, 1, "1" * 40)]
+    nights.write(tmp_path / "old", old)
+    with opened(f"sqlite:///{tmp_path}/history.sqlite") as history:
+        history.add(ResultFolder(tmp_path / "old"), "good")
+    night = do("one", records(sweep, 2, "2" * 40))
+    assert night.code == GOOD
+    assert "measured none of these cases" in night.steps[-1].text
+    assert verdicts(tmp_path) == ["good", "good"]
+
+
+def test_a_night_does_not_go_on_with_what_another_commit_began(do: Do, sweep: Sweep, tmp_path: Path) -> None:
+    nights.write(tmp_path / "one" / "run", records(sweep, 1, "1" * 40)[:3])
+    night = do("one", records(sweep, 1, "1" * 40))
+    assert night.code == INFRASTRUCTURE
+    assert "was begun at commit 111111111111" in night.failure
+    assert "choose another --out" in night.failure
+
+
+def test_a_fault_of_ours_does_not_look_like_a_regression(
+    do: Do, sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nightly, "_import", lambda night: {}["missing"])
+    night = do("one", records(sweep, 1, "1" * 40))
+    assert night.code == INFRASTRUCTURE
+    assert night.failure == "history: KeyError: 'missing'"
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_commands_of_a_killed_night_die_with_it(tmp_path: Path) -> None:
+    """`kill -9` in the middle of the sweep leaves nobody who holds the folder or the GPU."""
+    program = f"""
+import sys
+from pathlib import Path
+from jfabench import nightly
+night = nightly.Night(nightly.Options(None, "cpu", Path({str(tmp_path)!r}), None, ()))
+sys.executable = "/bin/sh"
+nightly._command(night, "-c")
+"""
+    shell = tmp_path / "sh"
+    shell.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    shell.chmod(0o755)
+    process = subprocess.Popen([sys.executable, "-c", program.replace("/bin/sh", str(shell))])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child = int((tmp_path / "pid").read_text())
+    process.kill()
+    process.wait()
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_wrong_results_come_before_everything(do: Do, sweep: Sweep, tmp_path: Path) -> None:
@@ -324,6 +411,8 @@ def test_a_whole_night_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for name in ("run/report.html", "summary.md", "junit.xml", "trends.html"):
         assert (out / name).stat().st_size > 100
     assert verdicts(tmp_path) == ["good"]
+    assert main(["nightly", *grid, "--db", database, "--out", str(out)]) == 2
+    assert "holds a night that has come to its end" in capsys.readouterr().err
     assert main(["history", "runs", "--db", database]) == 0
     assert "good" in capsys.readouterr().out
     assert main(["history", "import", str(out / "run"), "--db", database]) == 0

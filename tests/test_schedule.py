@@ -302,6 +302,19 @@ def test_another_device_gets_a_model_in_steps(tmp_path: Path, capsys: pytest.Cap
     )
 
 
+def test_a_part_of_a_gpus_name_is_enough() -> None:
+    cost = tile_costs.KNOWN[0]
+    assert tile_costs.known_cost(cost.direction, cost.head_dim, cost.shape, "h200") == cost
+    assert tile_costs.known_cost(cost.direction, cost.head_dim, cost.shape, "B200") is None
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many", "1000000"])
+def test_no_gpu_has_so_many_multiprocessors(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--lengths", "l.csv", "--sms", count)
+    assert f"argument --sms: {count}: " in capsys.readouterr().err
+
+
 def test_all_pairs_of_a_case_are_there() -> None:
     from jfabench.sweep import load_sweep
 
@@ -323,7 +336,13 @@ def test_all_pairs_of_a_case_are_there() -> None:
             ["--config", "jagged.yaml", "--gpu", "NVIDIA B200"],
             "--gpu NVIDIA B200: no tile like those of fwd D=128 N=512",
         ),
-        (["--calibrate", "/no/such"], "/no/such holds no records"),
+        (["--calibrate", "/no/such"], "/no/such: records.jsonl cannot be read (No such file or directory)"),
+        (["--lengths", "l.csv", "--set", "q_len=64"], "--set is for --config, and says nothing with --lengths"),
+        (["--config", "jagged.yaml", "--q-len", "64"], "--q-len is for --lengths, and says nothing with --config"),
+        (["--config", "jagged.yaml", "--short-below", "64"], "--short-below is for --calibrate"),
+        (["--calibrate", "results", "--sms", "148"], "--sms says nothing with --calibrate"),
+        (["--calibrate", "results", "--tiles"], "--tiles says nothing with --calibrate"),
+        (["--calibrate", "", "--out", "x"], "--out says nothing with --calibrate"),
     ],
 )
 def test_errors_are_one_sentence(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,12 @@ import csv
 import io
 import math
 from pathlib import Path
+from typing import Any
 
 import nights
 import pytest
 from rich.console import Console
+from screens import show_page
 
 from jfabench import regression
 from jfabench.intervals import Interval
@@ -116,6 +118,24 @@ def test_the_page_stands_alone_and_escapes_names(tmp_path: Path) -> None:
     assert "0.40%" in page
 
 
+@pytest.mark.browser
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_verdict_is_in_sight_on_a_phone_and_on_a_wide_screen(
+    tmp_path: Path, browser: Any, width: int, dark: bool
+) -> None:
+    label = "N=8192 fill=0.5 M=256 B=768 H=4 D=128"  # as long as they are
+    long = Comparison(("main", "."), "x", (result(1, 0.1, label=label),), FOUND.means, 0.02, None, ("A note.",))
+    show_page(browser, comparison.write_page(long, tmp_path), width, dark=dark)
+    verdict = "return document.querySelector('td.slower')"
+    assert browser.execute_script(f"{verdict}.getBoundingClientRect().right") < width
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    light = browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert light != dark
+    color = f"{verdict.replace('return ', 'return getComputedStyle(')}).color"
+    assert browser.execute_script(color) != browser.execute_script("return getComputedStyle(document.body).color")
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(1.23456, "1.235 s"), (0.0123456, "12.35 ms"), (123.456e-6, "123.5 µs"), (5e-9, "5.000 ns"), (math.nan, "–")],
@@ -133,3 +153,4 @@ def test_changes_are_readable() -> None:
     assert comparison.change_text(math.nan) == "–"
     assert comparison.interval_text(Interval(1.0, 0.99, 1.02)) == "-1.0 to +2.0%"
     assert comparison.interval_text(Interval(1.0, math.nan, math.nan)) == "–"
+    assert comparison.interval_text(Interval(1.0, 0.0, 2.2e7)) == "-100.0 to more than +900%"  # of two noisy pairs

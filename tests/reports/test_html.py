@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,13 +15,13 @@ from typing import Any
 import pandas as pd
 import pytest
 import synthetic
+from screens import show_page
 
 from jfabench.folder import ResultFolder
 from jfabench.records import Record
 from jfabench.reports import charts, figures, html, load
 from jfabench.reports.load import Results
 
-CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 ATTACK = "</script><img src=x onerror=\"document.title='attacked'\"><b>&amp; {{ 7*7 }}"
 
 
@@ -341,46 +339,11 @@ def test_reports_import_neither_torch_nor_operators() -> None:
 # In the browser ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    if not (CHROMIUM and CHROMEDRIVER):
-        pytest.skip("no chromium with chromedriver here: install Debian's `chromium` and `chromium-driver`")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--no-first-run",
-        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
-    yield driver
-    driver.quit()
-
-
 A4 = {"width": 794, "height": 1123, "deviceScaleFactor": 1, "mobile": False}
 
 
 def open_page(browser: Any, results: Results, width: int = 1280, *, dark: bool = False) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    media = [
-        {"name": "prefers-color-scheme", "value": "dark" if dark else "light"},
-        {"name": "prefers-reduced-motion", "value": "reduce"},  # else a click may come while the page still scrolls
-    ]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-    for kind in ("browser", "performance"):
-        browser.get_log(kind)
-    browser.get(results.target.report.resolve().as_uri())
+    show_page(browser, results.target.report, width, dark=dark)
 
 
 def cells(browser: Any, column: str) -> list[str]:

@@ -6,11 +6,13 @@ import math
 import re
 import time
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import nights
 import numpy as np
 import pytest
+from screens import show_page
 
 from jfabench.changes import Point, Run, Series
 from jfabench.reports import trends
@@ -98,3 +100,28 @@ def test_short_histories(tmp_path: Path, runs: int) -> None:
 def test_an_empty_history_says_what_to_do(tmp_path: Path) -> None:
     trends.write([], tmp_path / "trends.html")
     assert "history import" in (tmp_path / "trends.html").read_text()
+
+
+def test_links_to_any_address_are_whole() -> None:
+    run = Run(1, "H200", nights.night(1).isoformat(), "nightly", "abc", False, "good")
+    links = trends.github("https://git.example/{group}/name.git/")
+    assert links.of(run) == "https://git.example/{group}/name/commit/abc"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_charts_are_whole_and_legible_on_a_phone_and_on_a_wide_screen(
+    tmp_path: Path, browser: Any, width: int, dark: bool
+) -> None:
+    trends.write(history(4, 40, np.random.default_rng(1), planted=1), tmp_path / "trends.html", LINKS)
+    show_page(browser, tmp_path / "trends.html", width, dark=dark)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    inside = """return [...document.querySelectorAll('svg[role=img]')].flatMap((svg) => {
+        const frame = svg.getBoundingClientRect();
+        return [...svg.querySelectorAll('text')].map((text) => text.getBoundingClientRect())
+          .map((box) => [box.left - frame.left, frame.right - box.right, box.height]); })"""
+    boxes = browser.execute_script(inside)
+    assert len(boxes) == 2 * (5 + 2)
+    assert all(left >= 0 and right >= 0 for left, right, _ in boxes)
+    assert all(height > 9 for *_, height in boxes)
