@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jfabench import __version__, regression_commands, timeline_command, tuning_commands
 from jfabench.exit_codes import FAILED, INTERRUPTED, MACHINE, OK, USAGE, fail
+from jfabench.sim import command as sim_command
 from jfabench.sim import mutate_command
 
 if TYPE_CHECKING:
@@ -186,6 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
     tuning_commands.add_commands(command)
     timeline_command.add_command(command)
     regression_commands.add_commands(command)
+    sim_command.add_command(command)
     mutate_command.add_command(command)
     return parser
 

@@ -1,0 +1,163 @@
+"""The command `simulate`: parses, calls, prints. Imports stand inside what needs them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jfabench.exit_codes import FAILED, OK, USAGE
+
+if TYPE_CHECKING:
+    from .report import Report
+
+EXAMPLES = """\
+examples:
+  python -m jfabench simulate kernels.attention.fwd_sm90 --seeds 20
+  python -m jfabench simulate kernels.attention.bwd_sm90 --case causal --case keys=100:37,queries=64,heads=4,kv_heads=2
+  python -m jfabench simulate my_tests.py:check_my_kernel --arch sm_100 --policy late --json report.json
+"""
+TARGET = (
+    "our kernels by their module (kernels.attention.fwd_sm90), or a function without arguments that launches kernels "
+    "on CPU tensors and raises AssertionError, or returns False, if they are wrong: module:function, file.py:function"
+)
+
+Command = Callable[[str, str, Any, str], argparse.ArgumentParser]
+"""Adds a command: name, help, function that runs it, examples."""
+
+
+class TargetError(Exception):
+    """What cannot be simulated, and why."""
+
+
+def add_command(command: Command) -> None:
+    simulate = command(
+        "simulate",
+        "run TLX kernels on the CPU under adversarial schedules: results, races, deadlocks, misuse of barriers",
+        _simulate,
+        EXAMPLES,
+    )
+    simulate.add_argument("target", metavar="TARGET", help=TARGET)
+    simulate.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="CASE",
+        help="for our kernels: broadcast, packed, causal, window, grouped, empty, or fields such as "
+        "keys=100:37,queries=64,heads=4,kv_heads=2,D=64,causal,window=3:5 (repeatable; default: all that have names)",
+    )
+    simulate.add_argument("--seeds", type=_positive, default=3, metavar="N", help="how many seeds (default: 3)")
+    simulate.add_argument("--first-seed", type=int, default=0, metavar="SEED", help="to repeat one (default: 0)")
+    simulate.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        choices=["random", "early", "late"],
+        help="when asynchronous operations happen (repeatable; default: all three)",
+    )
+    simulate.add_argument(
+        "--arch", metavar="ARCH", help="such as sm_90, sm_100 (default: by the module's name, or sm_90)"
+    )
+    simulate.add_argument(
+        "--configuration", type=int, default=0, metavar="N", help="which configuration of the kernel (default: 0)"
+    )
+    simulate.add_argument("--barriers", action="store_true", help="print how each barrier was used")
+    simulate.add_argument("--json", metavar="FILE", help="write the report there, too")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a positive number")
+    return int(text)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from .runtime import KernelError
+
+    try:
+        reports = _reports(arguments)
+    except (TargetError, KernelError, ValueError) as error:
+        print(f"jfabench: {error}", file=sys.stderr)
+        return USAGE if isinstance(error, (TargetError, ValueError)) else FAILED
+    if arguments.json:
+        text = "[\n" + ",\n".join(report.to_json() for report in reports) + "\n]\n"
+        Path(arguments.json).write_text(text, encoding="utf-8")
+    return OK if all(report.ok for report in reports) else FAILED
+
+
+def _reports(arguments: argparse.Namespace) -> list[Report]:
+    """One for each case, printed as soon as it is there."""
+    from .scheduler import POLICIES
+
+    first = arguments.first_seed
+    options = {"seeds": range(first, first + arguments.seeds), "policies": arguments.policy or POLICIES}
+    reports = []
+    for name, run in _runs(arguments):
+        report = run(options)
+        print(f"{name}: {report}" if name else report, flush=True)
+        if arguments.barriers:
+            print(report.barrier_table(), flush=True)
+        reports.append(report)
+    return reports
+
+
+def _runs(arguments: argparse.Namespace) -> list[tuple[str, Callable[[dict[str, Any]], Report]]]:
+    """What is to be simulated, by name."""
+    from . import fakes
+    from .host import simulate_calls
+    from .machine import Target
+
+    target: str = arguments.target
+    if ":" in target:
+        if arguments.case:
+            raise TargetError("--case is for our kernels; a function has its own inputs")
+        arch = arguments.arch or "sm_90"
+        with fakes.driver(Target(arch).capability):  # modules ask for it when they are imported
+            function = _function(target)
+        configuration = arguments.configuration
+        return [("", lambda o: simulate_calls(function, arch=arch, config=configuration, **o))]
+    return _attention(target, arguments)
+
+
+def _attention(target: str, arguments: argparse.Namespace) -> list[tuple[str, Callable[[dict[str, Any]], Report]]]:
+    from jfabench.kernels.attention.launch import TLX_LAUNCHERS
+
+    from .attention import CASES, Case, simulate_attention
+
+    known = [f"{direction}_sm{major}{minor}" for major, minor in TLX_LAUNCHERS for direction in ("fwd", "bwd")]
+    module = target.rpartition(".")[2]
+    if module not in known:
+        ours = ", ".join(f"kernels.attention.{name}" for name in known)
+        raise TargetError(f"{target}: expected one of {ours}, or module:function, or file.py:function")
+    direction, _, suffix = module.partition("_sm")
+    arch = arguments.arch or f"sm_{suffix}"
+    configuration = arguments.configuration
+
+    def run(case: Case) -> Callable[[dict[str, Any]], Report]:
+        return lambda o: simulate_attention(case, direction, arch, configuration=configuration, **o)
+
+    return [(text, run(Case.parse(text))) for text in arguments.case or CASES]
+
+
+def _function(target: str) -> Callable[[], object]:
+    place, _, name = target.rpartition(":")
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        if spec is None or spec.loader is None or not Path(place).exists():
+            raise TargetError(f"{place}: there is no such file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise TargetError(f"{place}: cannot be imported ({error})") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise TargetError(f"{place} has no function {name}")
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,162 @@
+"""The command `mutate`: parses, calls, prints. Imports stand inside what needs them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jfabench.exit_codes import FAILED, OK, USAGE
+
+from .command import TARGET, TargetError, _function, _positive
+
+if TYPE_CHECKING:
+    from .mutate import MutationReport, Outcome
+
+EXAMPLES = """\
+examples:
+  python -m jfabench mutate kernels.attention.fwd_sm90 --case window
+  python -m jfabench mutate kernels.attention.bwd_sm90 --case keys=300:128,D=64 --kind barrier-wait --kind phase
+  python -m jfabench mutate my_tests.py:check_my_kernel --kernel my_kernels.py:my_kernel --arch sm_100 --fail-under 0.9
+"""
+
+Command = Callable[[str, str, Any, str], argparse.ArgumentParser]
+"""Adds a command: name, help, function that runs it, examples."""
+
+
+def add_command(command: Command) -> None:
+    mutate = command(
+        "mutate",
+        "leave out or change each wait, arrival, fence and phase of a TLX kernel in turn: is it noticed?",
+        _mutate,
+        EXAMPLES,
+    )
+    mutate.add_argument("target", metavar="TARGET", help=TARGET)
+    mutate.add_argument(
+        "--kernel",
+        metavar="KERNEL",
+        help="of a function: the kernel that it launches and that is to be changed, module:name or file.py:name",
+    )
+    mutate.add_argument(
+        "--case", default="packed", metavar="CASE", help="for our kernels: as for `simulate` (default: packed)"
+    )
+    mutate.add_argument(
+        "--kind",
+        action="append",
+        default=[],
+        metavar="KIND",
+        help="only this kind of fault, such as barrier-wait, phase, fence (repeatable; default: all)",
+    )
+    mutate.add_argument(
+        "--seeds", type=_positive, default=2, metavar="N", help="how many seeds, of three policies each (default: 2)"
+    )
+    mutate.add_argument(
+        "--arch", metavar="ARCH", help="such as sm_90, sm_100 (default: by the module's name, or sm_90)"
+    )
+    mutate.add_argument(
+        "--configuration", type=int, default=0, metavar="N", help="which configuration of the kernel (default: 0)"
+    )
+    mutate.add_argument(
+        "--fail-under",
+        type=_share,
+        metavar="SHARE",
+        help="exit code 1 if a smaller share of the faults is caught, from 0 to 1",
+    )
+    mutate.add_argument("--json", metavar="FILE", help="write the report there, too")
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1")
+    return value
+
+
+def _mutate(arguments: argparse.Namespace) -> int:
+    from .mutate import BaselineError
+    from .runtime import KernelError
+
+    try:
+        report = _report(arguments)
+    except (TargetError, ValueError) as error:
+        return _fail(error, USAGE)
+    except (BaselineError, KernelError) as error:
+        return _fail(error, FAILED)
+    print(report)
+    if arguments.json:
+        Path(arguments.json).write_text(report.to_json() + "\n", encoding="utf-8")
+    caught, executed = report.score()
+    if not executed:
+        return _fail(f"{arguments.target} executes nothing that could be changed", FAILED)
+    return FAILED if caught < (arguments.fail_under or 0) * executed else OK
+
+
+def _fail(message: object, code: int) -> int:
+    print(f"jfabench: {message}", file=sys.stderr)
+    return code
+
+
+def _report(arguments: argparse.Namespace) -> MutationReport:
+    from .mutate import mutate
+    from .mutations import KINDS
+
+    options = {"seeds": arguments.seeds, "kinds": arguments.kind or KINDS, "progress": _show}
+    if ":" in arguments.target:
+        test, kernel, arch = _of_function(arguments)
+        return mutate(test, kernel, arch=arch, config=arguments.configuration, **options)
+    return _of_ours(arguments, options)
+
+
+def _of_function(arguments: argparse.Namespace) -> tuple[Callable[[], object], Any, str]:
+    from . import fakes
+    from .machine import Target
+
+    if not arguments.kernel:
+        raise TargetError(
+            f"{arguments.target}: which of the kernels that it launches? Say so: --kernel module:name or file.py:name"
+        )
+    arch = arguments.arch or "sm_90"
+    with fakes.driver(Target(arch).capability):  # modules ask for it when they are imported
+        return _object(arguments.target), _object(arguments.kernel), arch
+
+
+def _object(target: str) -> Any:
+    """What ``target`` names; from a file that is loaded already, so that test and kernel are of the same module."""
+    place, _, name = target.rpartition(":")
+    loaded = sys.modules.get(Path(place).stem) if place.endswith(".py") else None
+    known = getattr(loaded, "__file__", None)
+    if known and Path(known).resolve() == Path(place).resolve() and hasattr(loaded, name):
+        return getattr(loaded, name)
+    return _function(target)
+
+
+def _of_ours(arguments: argparse.Namespace, options: dict[str, Any]) -> MutationReport:
+    from jfabench.kernels.attention.launch import TLX_LAUNCHERS
+
+    from .attention import KERNELS, Case
+    from .mutate_attention import mutate_attention
+
+    module = arguments.target.rpartition(".")[2]
+    known = [f"{direction}_sm{major}{minor}" for major, minor in TLX_LAUNCHERS for direction in KERNELS]
+    if module not in known:
+        ours = ", ".join(f"kernels.attention.{name}" for name in known)
+        raise TargetError(f"{arguments.target}: expected one of {ours}, or module:function, or file.py:function")
+    direction, _, suffix = module.partition("_")
+    return mutate_attention(
+        Case.parse(arguments.case),
+        direction,
+        arguments.arch or suffix.replace("sm", "sm_"),
+        configuration=arguments.configuration,
+        **options,
+    )
+
+
+def _show(outcome: Outcome) -> None:
+    """Progress, for people who wait for minutes."""
+    by = f"{outcome.verdict}: {outcome.by}" if outcome.by else outcome.verdict
+    print(f"{by:24} {outcome.mutation}", file=sys.stderr, flush=True)

@@ -1,0 +1,261 @@
+"""Inline PTX: the arithmetic instructions that kernels write by hand, on whole blocks at once.
+
+Registers hold bits, as ``uint32`` or, for pairs, ``uint64`` arrays with one element for each invocation. Approximate
+instructions (``ex2.approx`` and the like) are computed in float32 and rounded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from .numerics import bfloat16_bits, fp8_bits, numpy_type
+from .runtime import KernelError
+
+Registers = dict[str, np.ndarray]
+WARP = 32
+
+
+def execute(asm: str, constraints: str, values: list[Any], types: Any, pack: int) -> Any:
+    """``inline_asm_elementwise`` on handles of equal shape; ``types`` is the result type or a list of them."""
+    several = isinstance(types, (list, tuple))
+    result_types = list(types) if several else [types]
+    outputs = sum(constraint.strip().startswith("=") for constraint in constraints.split(","))
+    shape = values[0].data.shape if values else (1,)
+    registers: Registers = {}
+    number = outputs
+    for value in values:
+        for column in _to_registers(value.data, pack):
+            registers[f"${number}"] = column
+            number += 1
+    _run(asm, registers, shape)
+    results, number = [], 0
+    for type_ in result_types:
+        dtype = type_.scalar
+        count = max(1, pack * numpy_size(dtype) // 4)
+        columns = [registers[f"${number + i}"] for i in range(count)]
+        number += count
+        results.append(TensorHandle(_from_registers(columns, dtype, pack).reshape(shape), dtype))
+    return Results(results)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What front ends expect of an operation with several results."""
+
+    handles: list[TensorHandle]
+
+    def get_result(self, i: int) -> TensorHandle:
+        return self.handles[i]
+
+
+def numpy_size(dtype: tl.dtype) -> int:
+    return int(np.dtype(numpy_type(dtype)).itemsize)
+
+
+def _to_registers(data: np.ndarray, pack: int) -> list[np.ndarray]:
+    """``pack`` consecutive elements go to one invocation: a register each, or several in one if they are small."""
+    rows = np.ascontiguousarray(data).reshape(-1, pack)
+    if data.itemsize == 8:
+        return list(rows.view(np.uint64).T)
+    if data.itemsize == 4:
+        return list(rows.view(np.uint32).T)
+    if data.itemsize * pack % 4:
+        kind = np.dtype(f"u{data.itemsize}")
+        return [column.astype(np.uint32) for column in rows.view(kind).T]
+    return list(rows.view(np.uint32).T)
+
+
+def _from_registers(columns: list[np.ndarray], dtype: tl.dtype, pack: int) -> np.ndarray:
+    kind = np.dtype(numpy_type(dtype))
+    bits = np.stack(columns, axis=1)
+    if kind.itemsize * pack < 4:
+        return bits.astype(np.dtype(f"u{kind.itemsize}")).view(kind)
+    return np.ascontiguousarray(bits).view(kind)
+
+
+def _run(asm: str, registers: Registers, shape: tuple[int, ...]) -> None:
+    text = re.sub(r"//[^\n]*", "", asm).replace("\n", " ").strip()
+    text = text.removeprefix("{").removesuffix("}") if text.startswith("{") and text.endswith("}") else text
+    for statement in text.split(";"):
+        words = statement.strip()
+        if not words or words.startswith(".reg"):
+            continue
+        opcode, _, rest = words.partition(" ")
+        operands = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+        _instruction(opcode, operands, registers, shape)
+
+
+def _value(text: str, registers: Registers) -> np.ndarray:
+    if text in registers:
+        return registers[text]
+    if text.startswith("{"):
+        parts = [_value(part.strip(), registers) for part in text.strip("{}").split(",")]
+        return _joined(parts)
+    if text.lower().startswith("0f"):
+        return np.array([int(text[2:], 16)], dtype=np.uint32)
+    return np.array([int(text, 0) & 0xFFFFFFFF], dtype=np.uint32)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    """The first part has the lowest bits. Two registers make 64 bits; of what is narrower, 32."""
+    if all(part.dtype == np.uint16 for part in parts):
+        return parts[0].astype(np.uint32) | (parts[1].astype(np.uint32) << np.uint32(16))
+    return parts[0].astype(np.uint64) | (parts[1].astype(np.uint64) << np.uint64(32))
+
+
+def _set(target: str, value: np.ndarray, registers: Registers) -> None:
+    if target.startswith("{"):
+        names = [name.strip() for name in target.strip("{}").split(",")]
+        if value.dtype == np.uint64:
+            registers[names[0]] = (value & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+            registers[names[1]] = (value >> np.uint64(32)).astype(np.uint32)
+        else:
+            width = 32 // len(names)
+            for i, name in enumerate(names):
+                part = (value >> np.uint32(i * width)) & np.uint32((1 << width) - 1)
+                registers[name] = part.astype(np.uint16) if width == 16 else part.astype(np.uint32)
+    else:
+        registers[target] = value
+
+
+def _f32(bits: np.ndarray) -> np.ndarray:
+    return np.asarray(np.ascontiguousarray(bits).view(np.float32))
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return np.asarray(np.ascontiguousarray(values, dtype=np.float32).view(np.uint32))
+
+
+def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return np.asarray((a.astype(np.float64) * b + c).astype(np.float32))
+
+
+_FLOAT: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "fma": _fma,
+    "max": np.fmax,
+    "min": np.fmin,
+    "abs": np.abs,
+    "neg": np.negative,
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "tanh": np.tanh,
+    "rcp": lambda x: np.float32(1) / x,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: np.float32(1) / np.sqrt(x),
+}
+_INTEGER: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.bitwise_not,
+    "shl": lambda a, b: np.where(b > 31, np.uint32(0), a << (b & np.uint32(31))),
+    "shr": lambda a, b: np.where(b > 31, np.uint32(0), a >> (b & np.uint32(31))),
+}
+
+
+def _instruction(opcode: str, operands: list[str], registers: Registers, shape: tuple[int, ...]) -> None:
+    name, *modifiers = opcode.split(".")
+    target, sources = operands[0], [_value(text, registers) for text in operands[1:]]
+    if name == "mov":
+        value = sources[0]
+        if len(modifiers) and modifiers[0] == "b32" and value.dtype == np.uint16:
+            value = value.astype(np.uint32)
+    elif name == "cvt":
+        value = _convert(modifiers, sources)
+    elif name == "redux":
+        value = _warp_reduce(modifiers, sources[0], shape)
+    elif "f32x2" in modifiers:
+        halves = [_float_pair(source) for source in sources]
+        function = _FLOAT[name]
+        low, high = function(*[half[0] for half in halves]), function(*[half[1] for half in halves])
+        value = _bits(low).astype(np.uint64) | (_bits(high).astype(np.uint64) << np.uint64(32))
+    elif "f32" in modifiers and name in _FLOAT:
+        value = _bits(_FLOAT[name](*[_f32(source) for source in sources]))
+    elif name in _INTEGER:
+        value = _INTEGER[name](*[source.astype(np.uint32) for source in sources]).astype(np.uint32)
+    else:
+        raise KernelError(f"the PTX instruction {opcode} cannot be simulated")
+    _set(target, value, registers)
+
+
+def _float_pair(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    wide = bits.astype(np.uint64)
+    return _f32((wide & np.uint64(0xFFFFFFFF)).astype(np.uint32)), _f32((wide >> np.uint64(32)).astype(np.uint32))
+
+
+def _convert(modifiers: list[str], sources: list[np.ndarray]) -> np.ndarray:
+    kinds = [m for m in modifiers if m not in ("rn", "rz", "rp", "rm", "ftz", "satfinite", "relu", "sat", "rni")]
+    target = kinds[0]
+    if target in ("u32", "s32") and kinds[1] in ("u16", "u8", "s16", "u32"):
+        return sources[0].astype(np.uint32)
+    if target in ("e4m3x2", "e5m2x2"):  # the first source becomes the upper half
+        name = "fp8e4nv" if target == "e4m3x2" else "fp8e5"
+        return _halves([fp8_bits(_f32(source), name) for source in sources], np.uint16)
+    if target == "ue8m0x2":
+        return _halves([e8m0_bits(_f32(source)) for source in sources], np.uint16)
+    if target == "bf16x2":
+        return _halves([bfloat16_bits(_f32(source)) for source in sources], np.uint32)
+    if target == "f16x2":
+        return _halves([_f32(source).astype(np.float16).view(np.uint16) for source in sources], np.uint32)
+    raise KernelError(f"the PTX conversion cvt.{'.'.join(modifiers)} cannot be simulated")
+
+
+def _halves(parts: list[np.ndarray], kind: Any) -> np.ndarray:
+    """The first of two parts becomes the upper half of a register."""
+    upper, lower = (part.astype(kind) for part in parts)
+    return np.asarray(lower | (upper << kind(4 * upper.itemsize)))
+
+
+def e8m0_bits(values: np.ndarray) -> np.ndarray:
+    """Biased exponent of the smallest power of two that is not below ``values``: 2 ** (bits - 127)."""
+    bits = _bits(np.abs(values))
+    exponent = (bits >> np.uint32(23)).astype(np.int64) + ((bits & np.uint32(0x7FFFFF)) != 0)
+    return np.asarray(np.clip(exponent, 0, 254).astype(np.uint8))
+
+
+def _warp_reduce(modifiers: list[str], bits: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """``redux.sync``: over 32 consecutive rows, which the lanes of a warp hold."""
+    function = np.fmax if "max" in modifiers else np.fmin
+    values = _f32(bits).reshape(shape)
+    groups = values.reshape(-1, WARP, *shape[1:])
+    reduced = function.reduce(groups, axis=1, keepdims=True)
+    return _bits(np.broadcast_to(reduced, groups.shape).reshape(-1))
+
+
+_LIBDEVICE: dict[str, Callable[..., np.ndarray]] = {
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "rsqrtf": lambda x: np.float32(1) / np.sqrt(x),
+    "sqrtf": np.sqrt,
+    "fast_dividef": np.divide,
+    "fdividef": np.divide,
+    "fast_fdividef": np.divide,
+    "exp2f": np.exp2,
+    "fast_expf": np.exp,
+    "expf": np.exp,
+    "tanhf": np.tanh,
+    "fast_tanhf": np.tanh,
+    "rcp_rn": lambda x: np.float32(1) / x,
+}
+
+
+def libdevice(symbol: str, args: list[Any], ret_type: Any) -> TensorHandle:
+    """A function of CUDA's libdevice."""
+    function = _LIBDEVICE.get(symbol.removeprefix("__nv_"))
+    if function is None:
+        raise KernelError(f"the libdevice function {symbol} cannot be simulated")
+    dtype = ret_type.scalar
+    return TensorHandle(function(*[arg.data for arg in args]).astype(numpy_type(dtype)), dtype)
