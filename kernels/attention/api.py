@@ -60,8 +60,8 @@ def jagged_flash_attention(
             instead of the one that was fastest when first tried, and no sums whose order depends on scheduling.
         return_lse: also return the log-sum-exp of the scores.
         validate: check the values of the offsets. Synchronises with the device; for debugging.
-        kernels: ``"tlx"`` (warp-specialised, for Hopper), ``"triton"`` (plain Triton, everywhere), or ``"auto"``: TLX
-            where it can run, else plain Triton, which a line in the log says once.
+        kernels: ``"tlx"`` (warp-specialised, for Hopper and Blackwell), ``"triton"`` (plain Triton, everywhere), or
+            ``"auto"``: TLX where it can run, else plain Triton, which a line in the log says once.
 
     Returns:
         ``out``, ``[total_q, H, D]`` or ``[B * M, H, D]`` with ``broadcast_q``, in the dtype of ``q``; with

@@ -1,81 +1,152 @@
-"""Estimates: the least cycles that one step of a kernel's inner loop keeps each unit of a Hopper multiprocessor busy.
+"""Estimates: the least cycles that one step of a kernel's inner loop keeps each unit of a multiprocessor busy.
 
-Assumed of sm_90, per multiprocessor and cycle: 2048 multiply-adds of 16-bit matmuls, 16 exponentials, 128 bytes of
-shared memory. Nothing else is counted (other arithmetic, latencies, waits, memory beyond the multiprocessor). A unit is
-taken to work at that rate; the one that is busy longest bounds the step from below. A masked block costs these units
-the same. Programs that share a multiprocessor share its units.
+A unit is taken to work at the rate of :data:`MACHINES`; the one that is busy longest bounds the step from below.
+Nothing else is counted (other arithmetic, latencies, waits). A masked block costs these units the same. Programs that
+share a multiprocessor share its units.
+
+What a step moves between the multiprocessor and the memory beyond it is counted, too. How much of that is in L2 depends
+on what the other multiprocessors do, so that it does not bound a step: ``memory`` is what it would take if all of it
+came from, or went to, DRAM, of which each multiprocessor had its share.
+
+A kernel is described by a function in :data:`STEPS`, an architecture by a row in :data:`MACHINES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .config_sm90 import ROWS, TILE_KEYS, BackwardConfig, step_queries
-
-MULTIPLY_ADDS = 2048
-EXPONENTIALS = 16
-SHARED_BYTES = 128
 
 # Matmuls of a step of the plain Triton kernels: S and P V; S, dP, dV and dK; S, dP and dQ.
 PLAIN_MATMULS = {"forward_kernel": 2, "dkdv_kernel": 4, "dq_kernel": 3, "broadcast_dq_kernel": 3}
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What a multiprocessor does in a cycle: multiply-adds of 16-bit matmuls, exponentials, bytes of shared memory.
+
+    ``dram_bytes`` is its share of the device's DRAM: the data sheet's rate over the multiprocessors and the highest
+    clock.
+    """
+
+    multiply_adds: int
+    exponentials: int
+    shared_bytes: int
+    dram_bytes: float
+
+
+MACHINES = {
+    90: Machine(2048, 16, 128, 4.8e12 / (132 * 1.98e9)),  # H200
+    100: Machine(4096, 16, 128, 8e12 / (148 * 1.965e9)),  # B200
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step: pairs of a query and a key, matmuls over them, bytes through shared memory (None: it is not known how
+    many) and bytes to or from the memory beyond the multiprocessor. Of the pairs' exponentials the share ``on_unit`` is
+    computed by the unit for them."""
+
+    pairs: int
+    matmuls: int
+    shared_bytes: int | None
+    global_bytes: int
+    on_unit: float = 1.0
+
+
+@dataclass(frozen=True)
 class StepCycles:
-    """Cycles of one step of one program; ``shared`` is None where only the compiler knows what goes through it."""
+    """Cycles of one step of one CTA; ``shared`` is None where it is not known what goes through it."""
 
     tensor: float
     exponential: float
     shared: float | None
+    global_bytes: int
+    memory: float
 
     @property
     def bound(self) -> str:
-        """The unit that is busy longest."""
+        """The unit that is busy longest; not the memory, see above."""
         units = {"tensor": self.tensor, "exponential": self.exponential, "shared": self.shared or 0.0}
         return max(units, key=lambda unit: units[unit])
 
 
 def step_cycles(kernel: str, config: Mapping[str, Any], head_dim: int, arch: int) -> StepCycles | None:
-    """Of the kernel of that name on ``arch`` (such as 90); None where nothing is known."""
-    if arch != 90:
+    """Of the kernel of that name on ``arch`` (such as 90); None where nothing is known.
+
+    Each pair of a query and a key costs an exponential, and ``head_dim`` multiply-adds in each matmul.
+    """
+    machine, describe = MACHINES.get(arch), STEPS.get(kernel)
+    if machine is None or describe is None:
         return None
-    if kernel == "forward_sm90_kernel":
-        return _forward(config["consumers"], config["block_n"], head_dim)
-    if kernel == "backward_sm90_kernel":
-        return _backward(BackwardConfig(**config), head_dim)
-    if kernel in PLAIN_MATMULS:
-        return _cycles(config["block_m"] * config["block_n"], head_dim, PLAIN_MATMULS[kernel], None)
-    return None
+    step = describe(config, head_dim)
+    return StepCycles(
+        step.pairs * head_dim * step.matmuls / machine.multiply_adds,
+        step.pairs * step.on_unit / machine.exponentials,
+        None if step.shared_bytes is None else step.shared_bytes / machine.shared_bytes,
+        step.global_bytes,
+        step.global_bytes / machine.dram_bytes,
+    )
 
 
-def _cycles(pairs: int, head_dim: int, matmuls: int, shared_bytes: int | None) -> StepCycles:
-    """Each pair of a query and a key costs an exponential, and ``head_dim`` multiply-adds in each matmul."""
-    shared = None if shared_bytes is None else shared_bytes / SHARED_BYTES
-    return StepCycles(pairs * head_dim * matmuls / MULTIPLY_ADDS, pairs / EXPONENTIALS, shared)
-
-
-def _forward(consumers: int, block_n: int, head_dim: int) -> StepCycles:
+def _forward(config: Mapping[str, Any], head_dim: int) -> Step:
     """``S = Q K^T`` and ``O += P V`` of 64 queries a consumer with ``block_n`` keys.
 
     Shared memory, 16-bit: every consumer reads Q, K and V for itself (P is in registers), and TMA writes K and V once.
     """
+    consumers, block_n = config["consumers"], config["block_n"]
     queries, keys = ROWS * head_dim, block_n * head_dim
     elements = consumers * (queries + 2 * keys) + 2 * keys
-    return _cycles(consumers * ROWS * block_n, head_dim, 2, 2 * elements)
+    return Step(consumers * ROWS * block_n, 2, 2 * elements, 2 * 2 * keys)
 
 
-def _backward(config: BackwardConfig, head_dim: int) -> StepCycles:
+def _backward(config: Mapping[str, Any], head_dim: int) -> Step:
     """``S^T``, ``dP^T``, ``dV``, ``dK`` and perhaps ``dQ`` of a step of queries with 64 keys for each of two consumers.
 
     Shared memory: every consumer reads K and Q for S^T, V and dO for dP^T, dO for dV and Q for dK (the other operands
     are in registers), all 16-bit; TMA writes Q and dO once. For dQ a consumer writes its dS^T, reads 64 x 128 of dS and
     128 x 64 of K, all 16-bit, and its 64 x 64 of dQ are written and read in float32. Row statistics are left out.
+
+    Beyond it: Q and dO come, with two float32 statistics a row, and dQ goes in float32.
     """
+    chosen = BackwardConfig(**config)
     step = step_queries(head_dim)
     keys, queries = ROWS * head_dim, step * head_dim
     each = 2 * (2 * keys + 4 * queries)
-    if config.add_dq:
+    moved = 2 * 2 * queries + 2 * 4 * step
+    if chosen.add_dq:
         each += 2 * (ROWS * step + 2 * ROWS * TILE_KEYS) + 4 * 2 * ROWS * ROWS
-    return _cycles(TILE_KEYS * step, head_dim, 5 if config.add_dq else 4, 2 * each + 2 * 2 * queries)
+        moved += 4 * queries
+    return Step(TILE_KEYS * step, 5 if chosen.add_dq else 4, 2 * each + 2 * 2 * queries, moved)
+
+
+def _plain(matmuls: int, over_queries: bool) -> Callable[[Mapping[str, Any], int], Step]:
+    """Two operands of 16 bits come in each step: K and V, or Q and dO with their statistics."""
+
+    def describe(config: Mapping[str, Any], head_dim: int) -> Step:
+        rows = config["block_m"] if over_queries else config["block_n"]
+        moved = 2 * 2 * rows * head_dim + (2 * 4 * rows if over_queries else 0)
+        return Step(config["block_m"] * config["block_n"], matmuls, None, moved)
+
+    return describe
+
+
+def _forward_sm100(config: Mapping[str, Any], head_dim: int) -> Step:
+    """``S`` and ``P V`` of 128 queries a softmax group with ``block_n`` keys, which the CTAs of a program share.
+
+    Of each part of P, ``polynomial`` columns are computed on the multiply-add units.
+    """
+    block_n = config["block_n"]
+    moved = 2 * 2 * block_n * head_dim // config["ctas"]
+    share = 1 - config["polynomial"] * config["p_parts"] / block_n
+    return Step(128 * config["groups"] * block_n, 2, None, moved, share)
+
+
+STEPS: dict[str, Callable[[Mapping[str, Any], int], Step]] = {
+    "forward_sm90_kernel": _forward,
+    "backward_sm90_kernel": _backward,
+    "forward_sm100_kernel": _forward_sm100,
+    **{name: _plain(matmuls, name == "dkdv_kernel") for name, matmuls in PLAIN_MATMULS.items()},
+}

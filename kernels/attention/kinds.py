@@ -12,7 +12,7 @@ class Kind:
     ``mean_q`` and ``mean_k`` are the mean lengths of a sequence in rows, rounded down to a power of two (or 0).
     """
 
-    family: str  # of kernels: "triton", "sm90"
+    family: str  # of kernels: "triton", "sm90", "sm100"
     kernel: str  # "forward", "backward", "dkdv", "dq"
     dtype: str
     head_dim: int

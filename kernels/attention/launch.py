@@ -16,7 +16,7 @@ from .notice import say_once
 from .problem import Problem
 
 # The TLX family: its launch module for each compute capability. They import TLX, and so only where they are used.
-TLX_LAUNCHERS = {(9, 0): "launch_sm90"}
+TLX_LAUNCHERS = {(9, 0): "launch_sm90", (10, 0): "launch_sm100"}
 
 
 class Launcher(Protocol):

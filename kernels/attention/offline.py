@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import config, config_sm90, launch_triton, tiles
+from . import config, config_sm90, config_sm100, launch_triton, tiles
 from .fwd_triton import forward_kernel
 from .interpret import is_interpreted
 from .problem import Mask, Problem
@@ -40,13 +40,14 @@ SHARED_LIMIT = 227 * 1024  # bytes that one program may have on sm_90 and sm_100
 ASSEMBLER_OPTIONS = ("-lineinfo", "--regAllocOptLevel=2")
 ROWS = 256  # room for the windows, and whole tiles
 
-CONFIGS: dict[str, Any] = {"triton": config, "sm90": config_sm90}
+CONFIGS: dict[str, Any] = {"triton": config, "sm90": config_sm90, "sm100": config_sm100}
 # Kernels whose configuration is chosen, by family and direction.
 ROLES = {
     ("triton", "forward"): ("forward",),
     ("triton", "backward"): ("dkdv", "dq"),
     ("sm90", "forward"): ("forward",),
     ("sm90", "backward"): ("backward",),
+    ("sm100", "forward"): ("forward",),
 }
 
 
@@ -74,8 +75,9 @@ FULL = (
 CASES = {
     ("triton", 90): FULL,
     ("triton", 100): FEW,
-    # Two seconds each.
+    # Two seconds each, on Blackwell ten.
     ("sm90", 90): (*FEW, Case(128, 1, "window", False), Case(128, 1, "causal", True), Case(64, 1, "window", False)),
+    ("sm100", 100): (*FEW, Case(64, 4, "window", False)),
 }
 ARCHITECTURES = tuple(sorted({arch for _, arch in CASES}))
 
@@ -235,23 +237,37 @@ def _source(kernel: Any, args: tuple[Any, ...], constants: Mapping[str, Any]) ->
 def tasks(launch: Launch) -> tuple[Task, ...]:
     """The roles that the kernel's source declares, ``with tlx.async_task(...)``; none if it is not warp specialised.
 
-    A role has the name of the function that its last statement calls, without underscore.
+    A role has the name of the function, or of the object, that its last statement that is a call names, without
+    underscore. One that an ``if`` on the kernel's constants leaves out is not among them.
     """
     lines, start = inspect.getsourcelines(launch.kernel.fn)
     file = Path(inspect.getfile(launch.kernel.fn)).name
     found: list[Task] = []
-    for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
+    for node in _compiled(ast.parse(textwrap.dedent("".join(lines))), launch.constants):
         if not isinstance(node, ast.With):
             continue
-        call, last = node.items[0].context_expr, node.body[-1]
+        call = node.items[0].context_expr
         if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "tlx.async_task"):
             continue
         copies = next((keyword.value for keyword in call.keywords if keyword.arg == "replicate"), None)
-        body = last.value if isinstance(last, ast.Expr) else None
-        role = ast.unparse(body.func).strip("_") if isinstance(body, ast.Call) else f"task {len(found)}"
+        calls = [n.value.func for n in ast.walk(node) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+        last = max(calls, key=lambda function: function.lineno, default=None)
+        role = ast.unparse(last).partition(".")[0].strip("_") if last else f"task {len(found)}"
         first, end = node.lineno + start - 1, (node.end_lineno or node.lineno) + start - 1
         found.append(Task(role, _value(copies, launch.constants), file, first, end))
     return tuple(found)
+
+
+def _compiled(node: ast.AST, constants: Mapping[str, Any]) -> Iterator[ast.AST]:
+    """The nodes below this one, without the branches that the kernel's constants rule out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and all(
+            n.id in constants for n in ast.walk(child.test) if isinstance(n, ast.Name)
+        ):
+            taken = eval(compile(ast.Expression(child.test), "", "eval"), {}, dict(constants))
+            child = ast.Module(child.body if taken else child.orelse, [])
+        yield child
+        yield from _compiled(child, constants)
 
 
 def _value(expression: ast.expr | None, constants: Mapping[str, Any]) -> int:

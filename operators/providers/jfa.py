@@ -44,7 +44,7 @@ class JaggedFlashAttention:
             return Unavailable(
                 "the installed triton has no TLX, which fbtriton has", "python -m jfabench doctor --repair"
             )
-        return needs_capability(9)
+        return needs_capability(9, 10)
 
     def unsupported(self, params: Any, direction: Direction) -> str | None:
         return None

@@ -48,6 +48,8 @@ Use = Callable[..., None]
         ({}, "auto", GPU, "launch_sm90"),
         ({}, "tlx", GPU, "launch_sm90"),
         ({}, "triton", GPU, "launch_triton"),
+        ({"capability": (10, 0)}, "auto", GPU, "launch_sm100"),
+        ({"capability": (10, 0)}, "tlx", GPU, "launch_sm100"),
         ({"capability": (8, 0)}, "auto", GPU, "launch_triton"),
         ({"capability": (10, 0)}, "triton", GPU, "launch_triton"),
         ({"tlx": False}, "auto", GPU, "launch_triton"),
@@ -95,7 +97,7 @@ def test_nothing_is_said_where_tlx_runs(machine: Use, caplog: pytest.LogCaptureF
     ("given", "device", "parts"),
     [
         ({"capability": (8, 0)}, GPU, ["no TLX kernels for sm_80", 'kernels="triton"', "a GPU of sm_90"]),
-        ({"capability": (10, 0)}, GPU, ["no TLX kernels for sm_100"]),
+        ({"capability": (12, 0)}, GPU, ["no TLX kernels for sm_120", "a GPU of sm_90 or sm_100"]),
         ({"tlx": False}, GPU, ["has no TLX", "install fbtriton", "doctor --repair"]),
         ({}, CPU, ["NVIDIA GPUs, not on the cpu", "move the tensors to a GPU"]),
         ({"interpreted": True}, CPU, ["cannot be interpreted", "TRITON_INTERPRET"]),

@@ -30,7 +30,7 @@ def triton(folder: Path, *, tlx: bool) -> Path:
     [
         (True, (9, 0), "cuda", None),
         (True, None, "cuda", None),  # it cannot be asked: running it will tell
-        (True, (10, 0), "cuda", "compute capability 10.0"),
+        (True, (10, 0), "cuda", None),
         (True, (8, 0), "cuda", "compute capability 8.0"),
         (False, (9, 0), "cuda", "no TLX"),
         (True, (9, 0), "cpu", "NVIDIA GPUs only"),
