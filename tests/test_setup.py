@@ -194,7 +194,7 @@ def test_test_runs_every_check(checkout: Checkout) -> None:
     assert checkout.run("test.sh", "-k", "records").returncode == 0
     assert len(checkout.log) == len(STEPS)
     assert all(step in line for step, line in zip(STEPS, checkout.log, strict=True))
-    assert checkout.log[-1].endswith("-m pytest -k records")
+    assert checkout.log[-1].endswith("-m pytest -n 2 --dist loadfile -k records")
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -171,7 +171,8 @@ def attention_on(
     package = "jfabench.kernels.attention"
     hardware, front = (importlib.import_module(f"{package}.{name}") for name in ("hardware", "launch"))
     module = importlib.import_module(f"{package}.{front.TLX_LAUNCHERS[divmod(capability, 10)]}")
-    modules = [module, importlib.import_module(f"{package}.launch_triton")]
+    backward = importlib.import_module(module.backward.__module__)  # perhaps the same
+    modules = [module, backward, importlib.import_module(f"{package}.launch_triton")]
     replaced = {
         "multiprocessors": lambda _device: multiprocessors,
         "gpu_name": lambda _device: f"simulated {arch}",

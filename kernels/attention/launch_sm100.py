@@ -1,6 +1,6 @@
 """The TLX kernels for Blackwell: from a problem to launches. Nothing waits for the device, but for :mod:`.tune`.
 
-There is a forward kernel; the backward is the plain Triton one.
+Here is the forward; the backward has a module of its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from .config_sm100 import ForwardConfig
 from .fwd_sm100 import forward_sm100_kernel
 from .hardware import gpu_name, multiprocessors, on_device, shared_memory_limit
 from .interpret import run_kernel
+from .launch_bwd_sm100 import backward
 from .problem import Problem
 from .tiles import TileList, build_tiles
 from .tune import choose
 
 RAGGED_ROWS = 2**30  # that a ragged descriptor can have
 
-backward = launch_triton.backward
+__all__ = ["backward", "forward"]
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import config, config_sm90, config_sm100, launch_triton, tiles
+from . import config, config_bwd_sm100, config_sm90, config_sm100, launch_triton, tiles
 from .fwd_triton import forward_kernel
 from .interpret import is_interpreted
 from .problem import Mask, Problem
@@ -40,7 +40,13 @@ SHARED_LIMIT = 227 * 1024  # bytes that one program may have on sm_90 and sm_100
 ASSEMBLER_OPTIONS = ("-lineinfo", "--regAllocOptLevel=2")
 ROWS = 256  # room for the windows, and whole tiles
 
-CONFIGS: dict[str, Any] = {"triton": config, "sm90": config_sm90, "sm100": config_sm100}
+# A family has a module `launch_<family>`.
+CONFIGS: dict[str, Any] = {
+    "triton": config,
+    "sm90": config_sm90,
+    "sm100": config_sm100,
+    "bwd_sm100": config_bwd_sm100,
+}
 # Kernels whose configuration is chosen, by family and direction.
 ROLES = {
     ("triton", "forward"): ("forward",),
@@ -48,6 +54,7 @@ ROLES = {
     ("sm90", "forward"): ("forward",),
     ("sm90", "backward"): ("backward",),
     ("sm100", "forward"): ("forward",),
+    ("bwd_sm100", "backward"): ("backward",),
 }
 
 
@@ -78,6 +85,7 @@ CASES = {
     # Two seconds each, on Blackwell ten.
     ("sm90", 90): (*FEW, Case(128, 1, "window", False), Case(128, 1, "causal", True), Case(64, 1, "window", False)),
     ("sm100", 100): (*FEW, Case(64, 4, "window", False)),
+    ("bwd_sm100", 100): (Case(128, 1, "none", True), Case(64, 4, "causal", False)),
 }
 ARCHITECTURES = tuple(sorted({arch for _, arch in CASES}))
 
