@@ -48,6 +48,8 @@ class Case:
             name = {"D": "head_dim"}.get(name, name)
             if name not in cls.__dataclass_fields__:
                 raise ValueError(f"{word!r} is neither a case ({', '.join(CASES)}) nor one of its fields")
+            if not all(part.lstrip("-").isdigit() for part in value.split(":")) if value else name != "causal":
+                raise ValueError(f"{word!r}: expected numbers, such as keys=100:37, D=64, window=3:5")
             numbers = tuple(int(part) for part in value.split(":")) if value else ()
             values[name] = True if name == "causal" else numbers if name in ("keys", "window") else numbers[0]
         return cls(**values)

@@ -80,12 +80,11 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
     try:
         reports = _reports(arguments)
+        if arguments.json:
+            _write(arguments.json, "[\n" + ",\n".join(report.to_json() for report in reports) + "\n]\n")
     except (TargetError, KernelError, ValueError) as error:
         print(f"jfabench: {error}", file=sys.stderr)
         return USAGE if isinstance(error, (TargetError, ValueError)) else FAILED
-    if arguments.json:
-        text = "[\n" + ",\n".join(report.to_json() for report in reports) + "\n]\n"
-        Path(arguments.json).write_text(text, encoding="utf-8")
     return OK if all(report.ok for report in reports) else FAILED
 
 
@@ -98,11 +97,20 @@ def _reports(arguments: argparse.Namespace) -> list[Report]:
     reports = []
     for name, run in _runs(arguments):
         report = run(options)
+        if report.ok and not name and not any(made.steps for made in report.runs):
+            raise TargetError(f"{arguments.target} launched no kernel: nothing was simulated")
         print(f"{name}: {report}" if name else report, flush=True)
         if arguments.barriers:
             print(report.barrier_table(), flush=True)
         reports.append(report)
     return reports
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TargetError(f"{path}: the report cannot be written ({error.strerror})") from error
 
 
 def _runs(arguments: argparse.Namespace) -> list[tuple[str, Callable[[dict[str, Any]], Report]]]:
@@ -151,6 +159,9 @@ def _function(target: str) -> Callable[[], object]:
             raise TargetError(f"{place}: there is no such file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
+        folder = str(Path(place).resolve().parent)
+        if folder not in sys.path:  # as for a script: what lies beside it can be imported
+            sys.path.append(folder)
         spec.loader.exec_module(module)
     else:
         try:

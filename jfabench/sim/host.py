@@ -9,13 +9,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+from triton import knobs
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from . import fakes
-from .launching import checked, launch
+from .launching import INTERPRETED, checked, launch, schedules
 from .machine import Target
 from .report import Report, Run
+from .runtime import KernelError
 from .scheduler import POLICIES, Policy
 
 
@@ -48,6 +50,8 @@ def simulated_gpu(
     ``kernels`` does not accept are carried out without adversarial schedule and race detector, which is faster.
     ``options`` go to :func:`.launching.launch`.
     """
+    if knobs.runtime.interpret:  # kernels would run, and nothing of them be seen
+        raise KernelError(INTERPRETED)
     simulation = Simulation()
     capability = Target(arch).capability
 
@@ -90,19 +94,18 @@ def simulate_calls(
     :func:`simulated_gpu`; ``within`` gives a further context, such as :func:`.attention.attention_on`.
     """
     report = Report(name or str(getattr(function, "__name__", "call")), arch)
-    for seed in range(seeds) if isinstance(seeds, int) else seeds:
-        for policy in policies:
-            with simulated_gpu(arch, seed, policy, **options) as simulation:
-                context = within(arch) if within else contextlib.nullcontext()
-                with context:
-                    summary = Run(report.kernel, seed, policy)
-                    wrong = checked(function, summary)
-            runs = simulation.runs or [summary]
-            if simulation.ok:  # what else is wrong shows in the results, too
-                runs[-1].findings += wrong
-            report.runs += runs
-            if stop_at_first and not report.ok:
-                return report
+    for seed, policy in schedules(seeds, policies):
+        with simulated_gpu(arch, seed, policy, **options) as simulation:
+            context = within(arch) if within else contextlib.nullcontext()
+            with context:
+                summary = Run(report.kernel, seed, policy)
+                wrong = checked(function, summary)
+        runs = simulation.runs or [summary]
+        if simulation.ok:  # what else is wrong shows in the results, too
+            runs[-1].findings += wrong
+        report.runs += runs
+        if stop_at_first and not report.ok:
+            break
     return report
 
 

@@ -225,6 +225,10 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+def _dot_scaled(*_: Any, **__: Any) -> None:
+    raise KernelError("tl.dot_scaled cannot be simulated; tlx.async_dot_scaled can")
+
+
 def _commit(mBarrier: Any, two_ctas: Any = False, **_: Any) -> None:  # named as TLX names it
     """``tlx.tcgen05_commit``, whose front end drops whether a pair of CTAs is meant."""
     semantic.builder.commit(mBarrier.handle, bool(unwrap(two_ctas)))
@@ -241,6 +245,7 @@ _special: dict[int, Callable[..., Any]] = {
     id(builtins.print): _nothing,
     id(tl.device_print): _nothing,
     id(tl.debug_barrier): _nothing,
+    id(tl.dot_scaled): _dot_scaled,
     id(tl.assume): _nothing,
     **{id(hint): _hint for hint in (tl.multiple_of, tl.max_contiguous, tl.max_constancy)},
     id(tl.reduce): reductions.reduce,

@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 import triton.language as tl
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
@@ -33,6 +34,8 @@ from .scheduler import POLICIES, Operation, Policy
 MAX_STEPS = 2_000_000  # a step is a stretch of one task, or a stage of one operation
 RESIDENT = 16  # clusters that run at once, if the caller does not say
 RESIDENT_CLC = 2  # likewise, where a kernel asks for further tiles itself
+
+INTERPRETED = "Triton's own interpreter is on: unset TRITON_INTERPRET before Python starts"
 
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 
@@ -114,8 +117,7 @@ def simulate(
     report = Report(_name(kernel), arch)
     tensors = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor)]
     before = [tensor.detach().clone() for tensor in tensors]
-    seeds = range(seeds) if isinstance(seeds, int) else seeds
-    for seed, policy in itertools.product(seeds, policies):
+    for seed, policy in schedules(seeds, policies):
         with torch.no_grad():
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
@@ -126,6 +128,15 @@ def simulate(
         if stop_at_first and not run.ok:
             break
     return report
+
+
+def schedules(seeds: int | Iterable[int], policies: Iterable[Policy]) -> list[tuple[int, Policy]]:
+    """Every seed with every policy. Raises ValueError if there are none: nothing found would mean nothing."""
+    names: Any = (policies,) if isinstance(policies, str) else policies
+    made = list(itertools.product(range(seeds) if isinstance(seeds, int) else seeds, names))
+    if not made:
+        raise ValueError("seeds, policies: expected at least one of each")
+    return made
 
 
 def checked(check: Callable[[], object], run: Run) -> list[Finding]:
@@ -157,11 +168,14 @@ def resolve(
             for name, heuristic in kernel.values.items():
                 kwargs[name] = heuristic({**dict(zip(names, args, strict=False)), **kwargs})
         elif type(kernel).__name__ == "InterpretedFunction":
-            raise KernelError("Triton's own interpreter is on: unset TRITON_INTERPRET before Python starts")
+            raise KernelError(INTERPRETED)
         else:
             raise TypeError(f"kernel: expected a @triton.jit function, got {type(kernel).__name__}")
         kernel = kernel.fn
     options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+    unknown = sorted(options.keys() - CUDAOptions.__dataclass_fields__.keys())
+    if unknown:
+        raise KernelError(f"{kernel.fn.__name__} has no argument {unknown[0]}, and neither is it a launch option")
     given = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
     bound = kernel.signature.bind(*args, **given)
     bound.apply_defaults()
@@ -234,6 +248,8 @@ def _argument(sim: Machine, name: str, value: Any, constexpr: bool, keeps_one: b
     if isinstance(value, TensorDescriptor):
         return _descriptor(sim, name, value)
     if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise KernelError(f"{name}: expected a tensor on the CPU, got one on {value.device}")
         sim.globals.register(name, value)
         if value.dtype == torch.int64 and value.numel() and int(value.max()) >= 2**32:
             _register_addressed(sim, name, value)

@@ -26,6 +26,10 @@ class Target:
 
     arch: str
 
+    def __post_init__(self) -> None:
+        if self.arch.removeprefix("sm").strip("_a") not in ("90", "100"):
+            raise ValueError(f"arch: expected sm_90 or sm_100, got {self.arch!r}")
+
     @property
     def capability(self) -> int:
         return int(self.arch.removeprefix("sm").strip("_a"))
@@ -99,8 +103,9 @@ class Machine(CheckedMemory):
             scheduler.run(self._refill)
         except DeadlockError as deadlock:
             self._report_deadlock(deadlock.tasks)
-        except EndlessError:
-            self.find("endless", f"the launch did not end within {scheduler.max_steps} steps: a loop spins", [])
+        except EndlessError as error:
+            message = f"the launch did not end within {scheduler.max_steps} steps: a loop spins"
+            self.find("endless", message, [error.where] if error.where else [])
         except AbandonedError:
             pass
         self.run.findings = merged(self._findings)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jfabench.exit_codes import FAILED, OK, USAGE
 
-from .command import TARGET, TargetError, _function, _positive
+from .command import TARGET, TargetError, _function, _positive, _write
 
 if TYPE_CHECKING:
     from .mutate import MutationReport, Outcome
@@ -83,13 +83,13 @@ def _mutate(arguments: argparse.Namespace) -> int:
 
     try:
         report = _report(arguments)
+        print(report)
+        if arguments.json:
+            _write(arguments.json, report.to_json() + "\n")
     except (TargetError, ValueError) as error:
         return _fail(error, USAGE)
     except (BaselineError, KernelError) as error:
         return _fail(error, FAILED)
-    print(report)
-    if arguments.json:
-        Path(arguments.json).write_text(report.to_json() + "\n", encoding="utf-8")
     caught, executed = report.score()
     if not executed:
         return _fail(f"{arguments.target} executes nothing that could be changed", FAILED)
@@ -122,7 +122,10 @@ def _of_function(arguments: argparse.Namespace) -> tuple[Callable[[], object], A
         )
     arch = arguments.arch or "sm_90"
     with fakes.driver(Target(arch).capability):  # modules ask for it when they are imported
-        return _object(arguments.target), _object(arguments.kernel), arch
+        test, kernel = _object(arguments.target), _object(arguments.kernel)
+    if not hasattr(kernel, "fn"):
+        raise TargetError(f"{arguments.kernel}: expected a @triton.jit function")
+    return test, kernel, arch
 
 
 def _object(target: str) -> Any:

@@ -15,7 +15,8 @@ import triton.language as tl
 from triton.language.core import constexpr
 from triton.runtime.interpreter import TensorHandle
 
-from .runtime import KernelError, semantic
+from .places import here
+from .runtime import KernelError, machine, semantic
 
 tensor = tl.tensor
 _small: dict[int, tl.tensor] = {}
@@ -69,6 +70,8 @@ def binary(name: str, left: Any, right: Any) -> Any:
     if right_kind is constexpr:
         right, right_kind = right.value, type(right.value)
     if left_kind is not tensor and right_kind is not tensor:
+        if left_kind is tuple and right_kind is list:  # Triton's tuples take both
+            right = tuple(right)
         return _PYTHON[name](left, right)
     a = _int32_value(left, left_kind)
     if a is not None:
@@ -208,3 +211,9 @@ def truth(value: Any) -> bool:
             raise KernelError("a block of values has no truth value: a branch needs a scalar")
         return bool(value.handle.data.item())
     return bool(value)
+
+
+def goes_on(value: Any) -> bool:
+    """The truth of a while loop's condition, which is counted."""
+    machine().scheduler.turn(here)
+    return truth(value)

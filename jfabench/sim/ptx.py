@@ -100,7 +100,10 @@ def _value(text: str, registers: Registers) -> np.ndarray:
         return _joined(parts)
     if text.lower().startswith("0f"):
         return np.array([int(text[2:], 16)], dtype=np.uint32)
-    return np.array([int(text, 0) & 0xFFFFFFFF], dtype=np.uint32)
+    try:
+        return np.array([int(text, 0) & 0xFFFFFFFF], dtype=np.uint32)
+    except ValueError:
+        raise KernelError(f"inline PTX: the operand {text} cannot be simulated") from None
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import language, operators, places, tasks
+from .runtime import KernelError
 
 _OPERATORS = {
     ast.Add: "add",
@@ -49,6 +50,7 @@ RUNTIME: dict[str, Callable[..., Any]] = {
             language.transposed,
         ),
         *(operators.binary, operators.unary, operators.logical_and, operators.logical_or, operators.truth),
+        operators.goes_on,
         *(operators.unwrap, tasks.add_task, tasks.begin_tasks, tasks.captured, tasks.run_tasks),
     )
 }
@@ -259,7 +261,7 @@ class _Rewriter(ast.NodeTransformer):
         return ast.copy_location(ast.If(test, self._block(node.body), self._block(node.orelse)), node)
 
     def visit_While(self, node: ast.While) -> ast.stmt:
-        test = ast.copy_location(_runtime("truth", self.visit(node.test)), node.test)
+        test = ast.copy_location(_runtime("goes_on", self.visit(node.test)), node.test)
         return ast.copy_location(ast.While(test, self._block(node.body), self._block(node.orelse)), node)
 
     def visit_For(self, node: ast.For) -> ast.stmt:
@@ -290,7 +292,7 @@ class _Rewriter(ast.NodeTransformer):
             return [begin, *self._block(node.body), end]
         if _is_tlx(context, "async_task"):
             return self._task(node, context)
-        raise SyntaxError(f"`with {ast.unparse(context)}` cannot be simulated", ("", node.lineno, 0, ""))
+        raise KernelError(f"`with {ast.unparse(context)}` at line {node.lineno}: it cannot be simulated")
 
     def _task(self, node: ast.With, context: Any) -> list[ast.stmt]:
         """The body as a function, and its announcement.

@@ -97,7 +97,10 @@ class DeadlockError(Exception):
 
 
 class EndlessError(Exception):
-    """More steps than allowed: a loop spins."""
+    """More steps than allowed: a loop spins, at ``where`` if it is known."""
+
+    def __init__(self, where: Any = None) -> None:
+        self.where = where
 
 
 class Scheduler:
@@ -113,6 +116,7 @@ class Scheduler:
         self.current: Task = None  # type: ignore[assignment]  # set whenever a kernel's code runs
         self.operation: Operation | None = None  # the one that happens now
         self.steps = 0
+        self._turns = (0, 0)  # of while loops since a step, and which step
         self._ready: list[Task] = []
         self._waiting: list[Task] = []
         self._operations: list[Operation] = []
@@ -169,6 +173,14 @@ class Scheduler:
                 self._step(refill)
         finally:
             self._kill()
+
+    def turn(self, where: Callable[[], Any]) -> None:
+        """A while loop goes round. One in which nothing is simulated would never come to a further step."""
+        turns, step = self._turns
+        turns = turns + 1 if step == self.steps else 1
+        self._turns = (turns, self.steps)
+        if turns > self.max_steps:
+            raise EndlessError(where())
 
     def _step(self, refill: Callable[[], None]) -> None:
         self.steps += 1

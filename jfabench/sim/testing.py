@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 from .host import simulated_gpu
+from .launching import schedules
 from .report import Report
 from .scheduler import POLICIES, Policy
 
@@ -26,7 +26,7 @@ def under_schedules(
 
     It fails if the test does, or if anything was found. ``options`` go to :func:`.host.simulated_gpu`.
     """
-    chosen = list(itertools.product(range(seeds) if isinstance(seeds, int) else seeds, policies))
+    chosen = schedules(seeds, policies)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)

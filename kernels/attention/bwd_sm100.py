@@ -188,32 +188,31 @@ def _load_statistics(b, lse2, delta, rows, queue, window, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _start_pairs(b, keys, operand, n, accumulator, WHICH: tl.constexpr):
+    """A value for each pair of a key, ``[128, D]``, and a query of the step. Of a pair of CTAs it releases those."""
+    queries = tlx.local_trans(operand.tile(n))
+    full = b.filled.barriers[WHICH]
+    if b.ctas == 2:
+        tlx.async_dot(keys, queries, accumulator, use_acc=False, mBarriers=[full, operand.released(n)], two_ctas=True)
+    else:
+        tlx.async_dot(keys, queries, accumulator, use_acc=False, mBarriers=[full])
+
+
+@triton.jit
 def _start_scores(b, r, n):
     """``S^T = K Q^T``, over P^T of the step before, which dV has been told to read."""
-    PAIR: tl.constexpr = b.ctas == 2
     b.q.wait(n)
-    q = tlx.local_trans(b.q.tile(n))
-    full = b.filled.barriers[S]
-    if PAIR:
-        tlx.async_dot(b.k.tile(r), q, b.s[0], use_acc=False, mBarriers=[full, b.q.released(n)], two_ctas=True)
-    else:
-        tlx.async_dot(b.k.tile(r), q, b.s[0], use_acc=False, mBarriers=[full])
+    _start_pairs(b, b.k.tile(r), b.q, n, b.s[0], S)
 
 
 @triton.jit
 def _start_dp(b, r, n, opens):
     """``dP^T = V dO^T``, over dS^T of the step before, which dK has been told to read, and perhaps over its dQ."""
-    PAIR: tl.constexpr = b.ctas == 2
     if opens:
         b.v.wait(r)
     if b.dq_over_dp:
         b.drained.wait(DQ, n - 1)
-    dout = tlx.local_trans(b.dout.tile(n))
-    full = b.filled.barriers[DP]
-    if PAIR:
-        tlx.async_dot(b.v.tile(r), dout, b.dp[0], use_acc=False, mBarriers=[full, b.dout.released(n)], two_ctas=True)
-    else:
-        tlx.async_dot(b.v.tile(r), dout, b.dp[0], use_acc=False, mBarriers=[full])
+    _start_pairs(b, b.v.tile(r), b.dout, n, b.dp[0], DP)
 
 
 @triton.jit

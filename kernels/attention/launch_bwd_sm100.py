@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import config_bwd_sm100 as configs
 from . import launch_triton
@@ -19,10 +17,9 @@ from .config_bwd_sm100 import KEYS, BackwardConfig
 from .hardware import gpu_name, multiprocessors, on_device, shared_memory_limit
 from .interpret import run_kernel
 from .problem import Problem, aligned
+from .ragged import RAGGED_ROWS, ragged_blocks
 from .tiles import TileList, build_tiles
 from .tune import choose
-
-RAGGED_ROWS = 2**30  # that a ragged descriptor can have
 
 
 def backward(
@@ -49,8 +46,8 @@ def backward(
         delta, lse2 = launch_triton.row_statistics(out, lse, dout)
         if not need_dkdv:
             return launch_triton.query_pass(problem, dout, lse2, delta) if need_dq else None, None, None
-        config = _choose("backward", problem, launch)
-        return launch(config if need_dq else configs.deterministic(config))
+        # Timed without dQ, a choice would be wrong for the calls of the kind that need it.
+        return launch(_choose("backward", problem, launch if need_dq else None))
 
 
 def _key_pass(
@@ -67,16 +64,16 @@ def _key_pass(
     run_kernel(
         backward_sm100_kernel,
         (_programs(tiles, kv_heads, config, q.device),),
-        _blocks(q, rows),
-        _blocks(k, KEYS),
-        _blocks(v, KEYS),
-        _blocks(dout, rows),
-        _blocks(q, config.block_m, half) if pair else None,
-        _blocks(k, 2 * KEYS, half) if pair else None,
-        _blocks(dout, config.block_m, half) if pair else None,
-        None if sums is None else _blocks(sums.flatten(0, 1), rows, config.dq_columns),
-        _blocks(dk, KEYS, config.dkv_columns),
-        _blocks(dv, KEYS, config.dkv_columns),
+        ragged_blocks(q, rows),
+        ragged_blocks(k, KEYS),
+        ragged_blocks(v, KEYS),
+        ragged_blocks(dout, rows),
+        ragged_blocks(q, config.block_m, half) if pair else None,
+        ragged_blocks(k, 2 * KEYS, half) if pair else None,
+        ragged_blocks(dout, config.block_m, half) if pair else None,
+        None if sums is None else ragged_blocks(sums.flatten(0, 1), rows, config.dq_columns),
+        ragged_blocks(dk, KEYS, config.dkv_columns),
+        ragged_blocks(dv, KEYS, config.dkv_columns),
         lse2,
         delta,
         tiles.entries,
@@ -88,11 +85,6 @@ def _key_pass(
         **_compile_options(problem, config),
     )
     return None if sums is None else _rounded(sums, problem), dk, dv
-
-
-def _blocks(packed: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Ragged descriptor of ``packed`` ``[rows, heads, D]`` for blocks of rows of one head (or ``columns`` of them)."""
-    return create_ragged_descriptor(packed.flatten(1), [rows, columns or packed.shape[2]])
 
 
 def _programs(tiles: TileList, kv_heads: int, config: BackwardConfig, device: torch.device) -> int:
@@ -135,10 +127,11 @@ def _rounded(sums: Tensor, problem: Problem) -> Tensor:
     return dq
 
 
-def _choose(kernel: str, problem: Problem, launch: Callable[[BackwardConfig], object]) -> BackwardConfig:
+def _choose(kernel: str, problem: Problem, launch: Callable[[BackwardConfig], object] | None) -> BackwardConfig:
+    """The fastest, timed with ``launch``; if that is None, the default without dQ."""
     kind, device = problem.kind("sm100", kernel), problem.q.device
     usable = configs.candidates(kind, shared_memory_limit(device))
-    if problem.deterministic:
+    if problem.deterministic or launch is None:
         return configs.deterministic(usable[0])
     chosen: BackwardConfig = choose(kind, gpu_name(device), usable, launch, problem.began)
     return chosen

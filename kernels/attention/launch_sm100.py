@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import config_sm100 as configs
 from . import launch_triton
@@ -22,10 +20,9 @@ from .hardware import gpu_name, multiprocessors, on_device, shared_memory_limit
 from .interpret import run_kernel
 from .launch_bwd_sm100 import backward
 from .problem import Problem
+from .ragged import RAGGED_ROWS, ragged_blocks
 from .tiles import TileList, build_tiles
 from .tune import choose
-
-RAGGED_ROWS = 2**30  # that a ragged descriptor can have
 
 __all__ = ["backward", "forward"]
 
@@ -44,10 +41,10 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
         run_kernel(
             forward_sm100_kernel,
             (_programs(problem, config, tiles),),
-            _ragged(q, configs.ROWS),
-            _ragged(k, config.block_n // config.ctas),
-            _ragged(v, config.block_n, problem.head_dim // config.ctas),
-            _ragged(out, configs.ROWS, configs.STAGED),
+            ragged_blocks(q, configs.ROWS),
+            ragged_blocks(k, config.block_n // config.ctas),
+            ragged_blocks(v, config.block_n, problem.head_dim // config.ctas),
+            ragged_blocks(out, configs.ROWS, configs.STAGED),
             lse,
             tiles.entries,
             sequences.rows,
@@ -60,11 +57,6 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     with on_device(q):
         launch(_choose("forward", problem, launch))
     return out, lse
-
-
-def _ragged(packed: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Ragged descriptor of ``packed`` ``[rows, heads, D]`` for blocks of rows of one head (or ``columns`` of them)."""
-    return create_ragged_descriptor(packed.flatten(1), [rows, columns or packed.shape[2]])
 
 
 def _programs(problem: Problem, config: ForwardConfig, tiles: TileList) -> int:

@@ -23,62 +23,32 @@ LEAST = tl.constexpr(-126.0)  # of exponents: below are no normal numbers
 FRACTION_BITS = tl.constexpr(23)
 
 
+def _on_pairs(operation: str, operands: str) -> tl.constexpr:
+    """Assembly of an operation on pairs, whose result is $0 and $1, and whose operands are the numbers after them."""
+    loads = "".join(f"mov.b64 {name}, {{${2 * i + 2}, ${2 * i + 3}}}; " for i, name in enumerate(operands))
+    names = ", ".join(operands)
+    return tl.constexpr(f"{{ .reg .b64 {names}; {loads}{operation}.rn.f32x2 a, {names}; mov.b64 {{$0, $1}}, a; }}")
+
+
+FMA, MUL, ADD = _on_pairs("fma", "abc"), _on_pairs("mul", "ab"), _on_pairs("add", "ab")
+
+
 @triton.jit
 def packed_fma(a, b, c):
     """``a * b + c``, of float32 blocks that broadcast together, two elements at a time."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b64 a, b, c;
-        mov.b64 a, {$2, $3};
-        mov.b64 b, {$4, $5};
-        mov.b64 c, {$6, $7};
-        fma.rn.f32x2 a, a, b, c;
-        mov.b64 {$0, $1}, a;
-        }""",
-        "=r,=r,r,r,r,r,r,r",
-        [a, b, c],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=2,
-    )
+    return tl.inline_asm_elementwise(FMA, "=r,=r,r,r,r,r,r,r", [a, b, c], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
 def packed_mul(a, b):
     """``a * b``, likewise."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b64 a, b;
-        mov.b64 a, {$2, $3};
-        mov.b64 b, {$4, $5};
-        mul.rn.f32x2 a, a, b;
-        mov.b64 {$0, $1}, a;
-        }""",
-        "=r,=r,r,r,r,r",
-        [a, b],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=2,
-    )
+    return tl.inline_asm_elementwise(MUL, "=r,=r,r,r,r,r", [a, b], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
 def packed_add(a, b):
     """``a + b``, likewise."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b64 a, b;
-        mov.b64 a, {$2, $3};
-        mov.b64 b, {$4, $5};
-        add.rn.f32x2 a, a, b;
-        mov.b64 {$0, $1}, a;
-        }""",
-        "=r,=r,r,r,r,r",
-        [a, b],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=2,
-    )
+    return tl.inline_asm_elementwise(ADD, "=r,=r,r,r,r,r", [a, b], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit

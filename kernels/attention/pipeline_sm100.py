@@ -43,9 +43,9 @@ class Signal:
 
 
 @triton.jit
-def make_signal(SIZE: tl.constexpr, ARRIVALS: tl.constexpr = 1):
+def make_signal(SIZE: tl.constexpr):
     """Told by a matmul, by TMA, or by one warp, in each CTA for itself."""
-    return Signal(tlx.alloc_barriers(num_barriers=SIZE, arrive_count=ARRIVALS), 1, False)
+    return Signal(tlx.alloc_barriers(num_barriers=SIZE, arrive_count=1), 1, False)
 
 
 @triton.jit

@@ -9,10 +9,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
+from torch import Tensor
 from triton.language.core import _aggregate as aggregate
-from triton.tools.ragged_tma import to_ragged_indices
+from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .pipeline_sm100 import LEADER
+
+RAGGED_ROWS = 2**30  # that a ragged descriptor can have
+
+
+def ragged_blocks(packed: Tensor, block: int, columns: int | None = None) -> TensorDescriptor:
+    """Ragged descriptor of ``packed`` ``[rows, heads, D]``: ``block`` rows, or ``columns`` of them, of one head."""
+    rows, heads, head_dim = packed.shape
+    width = heads * head_dim
+    # A contiguous tensor of one row may have any row stride, also one that TMA would refuse.
+    flat = packed.as_strided((rows, width), (width, 1))
+    return create_ragged_descriptor(flat, [block, columns or head_dim])
 
 
 @aggregate

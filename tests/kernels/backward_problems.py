@@ -86,7 +86,10 @@ def run(
     poisoned = mock.Mock(side_effect=lambda x: torch.full_like(x, torch.nan))
     with (
         simulated_gpu("sm_100", seed, policy, kernels=lambda name: name.startswith("backward")) as simulation,
-        mock.patch.object(launch_bwd_sm100, "_choose", return_value=config_),
+        mock.patch.object(launch_bwd_sm100, "choose", return_value=config_),
+        mock.patch.object(launch_bwd_sm100.configs, "candidates", return_value=(config_,)),
+        mock.patch.object(launch_bwd_sm100, "gpu_name", return_value="simulated"),
+        mock.patch.object(launch_bwd_sm100, "shared_memory_limit", return_value=227 * 1024),
         mock.patch.object(launch_bwd_sm100, "multiprocessors", return_value=processors),
         mock.patch.object(launch_triton, "_choose", lambda kernel, *_: config.CANDIDATES[kernel][0]),
         mock.patch.object(torch, "empty_like", poisoned),

@@ -112,6 +112,19 @@ def test_determinism_is_asked_of_the_default_without_timing(monkeypatch: pytest.
     assert chosen == replace(PAIR, add_dq=False)
 
 
+def test_without_dq_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice would be kept for the kind, and serve calls that need dQ."""
+    monkeypatch.setattr(launch_bwd_sm100, "choose", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(launch_bwd_sm100, "gpu_name", lambda _device: "a GPU")
+    monkeypatch.setattr(launch_bwd_sm100, "shared_memory_limit", lambda _device: LIMIT)
+    monkeypatch.setattr(launch_bwd_sm100.launch_triton, "row_statistics", lambda *_: (None, None))
+    monkeypatch.setattr(launch_bwd_sm100, "_key_pass", lambda *arguments: (None, arguments[-1], None))
+    x = torch.zeros(300, 1, 128, dtype=torch.bfloat16)
+    call = make_problem(x, x, x, torch.tensor([0, 300]), None, 1.0, (-1, -1), False)
+    chosen = launch_bwd_sm100.backward(call, x, torch.zeros(1, 300), x, need_dq=False, need_dkdv=True)[1]
+    assert chosen == replace(PAIR, add_dq=False)
+
+
 @pytest.mark.parametrize(("q_rows", "k_rows"), [(1, 10), (10, 1)])
 def test_more_rows_than_ragged_descriptors_have(monkeypatch: pytest.MonkeyPatch, q_rows: int, k_rows: int) -> None:
     monkeypatch.setattr(launch_bwd_sm100, "RAGGED_ROWS", 9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,8 +66,35 @@ def test_our_kernels(capsys: pytest.CaptureFixture[str]) -> None:
         (["no.such.module:f"], "cannot be imported"),
         (["json:no_such_function"], "json has no function no_such_function"),
         (["json:loads", "--case", "causal"], "--case is for our kernels"),
+        (["kernels.attention.fwd_sm90", "--case", "keys=x"], "'keys=x': expected numbers"),
+        (["kernels.attention.fwd_sm90", "--case", "D"], "'D': expected numbers"),
+        (["kernels.attention.fwd_sm90", "--arch", "sm_80"], "arch: expected sm_90 or sm_100, got 'sm_80'"),
+        (["json:loads", "--arch", "hopper"], "arch: expected sm_90 or sm_100, got 'hopper'"),
+        (["gc:isenabled"], "gc:isenabled launched no kernel"),
     ],
 )
 def test_what_cannot_be_simulated(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere = str(tmp_path / "missing" / "report.json")
+    assert main(["simulate", write(tmp_path, "1.0"), "--seeds", "1", "--json", nowhere]) == 2
+    shown = capsys.readouterr()
+    assert "nothing found" in shown.out
+    assert "the report cannot be written (No such file or directory)" in shown.err
+
+
+def test_a_file_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    write(tmp_path, "1.0")
+    (tmp_path / "mine.py").rename(tmp_path / "kernel_beside.py")
+    (tmp_path / "test_beside.py").write_text("from kernel_beside import check\n")
+    assert main(["simulate", f"{tmp_path / 'test_beside.py'}:check", "--seeds", "1", "--policy", "early"]) == 0
+
+
+def test_what_mutate_is_to_change_has_to_be_a_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = write(tmp_path, "1.0")
+    assert main(["mutate", target, "--kernel", target]) == 2
+    assert "mine.py:check: expected a @triton.jit function" in capsys.readouterr().err

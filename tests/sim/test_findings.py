@@ -169,6 +169,13 @@ def test_a_loop_that_spins() -> None:
     assert [finding.kind for finding in run.findings] == ["endless"]
 
 
+def test_a_loop_that_spins_without_simulating_anything() -> None:
+    run = launch(faults.global_kernel, (1,), torch.zeros(1), torch.zeros(1), "spinning on a number", max_steps=500)
+    (finding,) = run.findings
+    assert finding.kind == "endless"
+    assert finding.places[0].code == "while me == 0:"
+
+
 @pytest.mark.parametrize("read", [False, True])
 def test_reductions_do_not_race_but_reading_their_sum_does(read: bool) -> None:
     out, sink = torch.zeros(64, 64), torch.zeros(3, 64, 64)

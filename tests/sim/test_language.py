@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from jfabench.sim import KernelError, launch, simulated_gpu
+from jfabench.sim import KernelError, launch, simulate, simulate_calls, simulated_gpu
 
 
 @triton.jit
@@ -183,3 +183,69 @@ def test_host_code_and_autotuners(config: int) -> None:
     assert [run.kernel for run in gpu.runs] == ["tuned_kernel"]
     assert gpu.ok
     assert (out == (64, 128)[config]).all()
+
+
+@triton.jit
+def sort_kernel(x, out):
+    """Triton's library adds a list to a tuple."""
+    i = tl.arange(0, 32)
+    tl.store(out + i, tl.sort(tl.load(x + i)))
+
+
+def test_a_function_of_the_library() -> None:
+    x, out = torch.randn(32), torch.zeros(32)
+    assert launch(sort_kernel, (1,), x, out).ok
+    assert torch.equal(out, x.sort().values)
+
+
+@triton.jit
+def unsupported_kernel(out, HOW: tl.constexpr):
+    i = tl.arange(0, 32)
+    if HOW == "dot_scaled":
+        block, scales = tl.zeros((32, 32), tl.float8e4nv), tl.zeros((32, 1), tl.uint8)
+        tl.dot_scaled(block, scales, "e4m3", block, scales, "e4m3")
+    elif HOW == "lane":
+        tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [i], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def with_kernel(out):
+    with out:
+        tl.store(out, 1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "options", "message"),
+    [
+        (unsupported_kernel, ("dot_scaled",), {}, "tl.dot_scaled cannot be simulated"),
+        (unsupported_kernel, ("lane",), {}, "inline PTX: the operand %laneid cannot be simulated"),
+        (unsupported_kernel, ("",), {"num_warp": 8}, "unsupported_kernel has no argument num_warp"),
+        (with_kernel, (), {}, "`with out` at line"),
+    ],
+)
+def test_what_cannot_be_carried_out(kernel, arguments, options, message) -> None:
+    with pytest.raises(KernelError, match=message):
+        launch(kernel, (1,), torch.zeros(1), *arguments, **options)
+
+
+def test_tensors_that_are_elsewhere() -> None:
+    with pytest.raises(KernelError, match="out: expected a tensor on the CPU, got one on meta"):
+        launch(with_kernel, (1,), torch.zeros(1, device="meta"))
+
+
+def test_no_schedules_find_nothing() -> None:
+    with pytest.raises(ValueError, match="expected at least one of each"):
+        simulate(sort_kernel, (1,), (torch.zeros(32), torch.zeros(32)), seeds=0)
+    with pytest.raises(ValueError, match="expected at least one of each"):
+        simulate_calls(lambda: None, policies=())
+
+
+def test_one_policy_by_its_name() -> None:
+    report = simulate(sort_kernel, (1,), (torch.zeros(32), torch.zeros(32)), seeds=2, policies="late")
+    assert [(run.seed, run.policy) for run in report.runs] == [(0, "late"), (1, "late")]
+
+
+def test_the_interpreter_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(KernelError, match="unset TRITON_INTERPRET"), simulated_gpu():
+        pass
