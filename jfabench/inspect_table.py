@@ -107,13 +107,16 @@ def _show_estimates(kernels: Sequence[Inspected], console: Console) -> None:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    for heading in ("kernel", "arch", "config", "D"):
+    for heading in ("kernel", "arch", "cfg", "D"):
         table.add_column(heading, overflow="fold")
     for heading in ("tensor", "exponential", "shared", "bound", "bytes moved", "if in DRAM"):
         table.add_column(heading, justify="right")
-    rows: dict[tuple[str, ...], None] = {}
+    numbers: dict[tuple[str, str], dict[str, str]] = {}  # as in the kernels' own tables
+    rows: dict[tuple[str, ...], dict[str, None]] = {}  # which configurations have the same estimate
     for kernel in kernels:
         subject, estimate = kernel.subject, kernel.estimate
+        configs = numbers.setdefault((subject.kernel, subject.arch), {})
+        number = configs.setdefault(subject.config, str(len(configs)))
         if estimate is None:
             continue
         cycles = [
@@ -122,9 +125,11 @@ def _show_estimates(kernels: Sequence[Inspected], console: Console) -> None:
         ]
         bound = estimate.bound if estimate.shared is not None else f"{estimate.bound}, or shared"
         moved = f"{estimate.global_bytes:,}", f"{estimate.memory:,.0f}"
-        rows[(subject.kernel, subject.arch, subject.config, str(subject.head_dim), *cycles, bound, *moved)] = None
-    for row in sorted(rows):
-        table.add_row(*(escape(cell) for cell in row))
+        row = (subject.kernel, subject.arch, str(subject.head_dim), *cycles, bound, *moved)
+        rows.setdefault(row, {})[number] = None
+    for name, arch, *cells in sorted(rows):
+        same = rows[name, arch, *cells] if len(numbers[name, arch]) > 1 else {}
+        table.add_row(escape(name), arch, ", ".join(same), *cells)
     if rows:
         console.print(table)
 

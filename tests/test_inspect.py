@@ -149,6 +149,19 @@ def test_the_table_has_what_differs() -> None:
     assert COMPILER in text
 
 
+def test_what_bounds_is_named_in_the_table_and_the_rows() -> None:
+    found = kernel("ctas=1", estimate=Estimate(2560.0, 1024.0, 3840.0, 132096, 4802.0, "shared"))
+    even = kernel("ctas=2", estimate=Estimate(2048.0, 1024.0, 2048.0, 66560, 2419.6, "tensor and shared"))
+    same = kernel("ctas=3", estimate=found.estimate)
+    lines = [" ".join(line.split()) for line in shown([found, even, same]).splitlines()]
+    assert {"config 0: ctas=1", "config 1: ctas=2", "config 2: ctas=3"} <= set(lines)
+    assert "forward sm_90 0, 2 128 2,560 1,024 3,840 shared 132,096 4,802" in lines
+    assert "forward sm_90 1 128 2,048 1,024 2,048 tensor and shared 66,560 2,420" in lines
+    assert "forward sm_90 128 2,560 1,024 3,840 shared 132,096 4,802" in " ".join(shown([found]).split())
+    bounds = [row["estimate_bound"] for row in flat_rows([found, even]) if row["role"] == "all"]
+    assert bounds == ["shared", "tensor and shared"]
+
+
 def test_the_table_says_when_roles_are_not_told_apart() -> None:
     assert "does not tell them apart" in shown([kernel(unattributed=True)])
     assert "does not tell them apart" not in shown([kernel()])

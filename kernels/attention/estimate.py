@@ -4,6 +4,12 @@ A unit is taken to work at the rate of :data:`MACHINES`; the one that is busy lo
 Nothing else is counted (other arithmetic, latencies, waits). A masked block costs these units the same. Programs that
 share a multiprocessor share its units.
 
+Traffic of shared memory is counted by hand from the kernels' sources: of each matmul the operands that are there,
+not in registers or tensor memory, read once and not kept for the next matmul; and what a step copies by TMA, stores and
+loads. Row statistics, and what is done once a tile, are left out. Weighing this against matmuls and exponentials is
+FlashAttention-4's analysis (Zadouri et al., 2026, https://arxiv.org/abs/2603.05451). Matmuls of 64 rows are taken to
+run at the full rate, too.
+
 What a step moves between the multiprocessor and the memory beyond it is counted, too. How much of that is in L2 depends
 on what the other multiprocessors do, so that it does not bound a step: ``memory`` is what it would take if all of it
 came from, or went to, DRAM, of which each multiprocessor had its share.
@@ -17,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from . import config_bwd_sm100, config_sm100
 from .config_sm90 import ROWS, TILE_KEYS, BackwardConfig, step_queries
 
 # Matmuls of a step of the plain Triton kernels: S and P V; S, dP, dV and dK; S, dP and dQ.
@@ -68,9 +75,9 @@ class StepCycles:
 
     @property
     def bound(self) -> str:
-        """The unit that is busy longest; not the memory, see above."""
+        """The unit that is busy longest, or all that are, such as "tensor and shared"; not the memory, see above."""
         units = {"tensor": self.tensor, "exponential": self.exponential, "shared": self.shared or 0.0}
-        return max(units, key=lambda unit: units[unit])
+        return " and ".join(unit for unit, cycles in units.items() if cycles == max(units.values()))
 
 
 def step_cycles(kernel: str, config: Mapping[str, Any], head_dim: int, arch: int) -> StepCycles | None:
@@ -136,17 +143,46 @@ def _plain(matmuls: int, over_queries: bool) -> Callable[[Mapping[str, Any], int
 def _forward_sm100(config: Mapping[str, Any], head_dim: int) -> Step:
     """``S`` and ``P V`` of 128 queries a softmax group with ``block_n`` keys, which the CTAs of a program share.
 
+    Shared memory, 16-bit: of every group the matmuls read Q, K and V (P is in tensor memory), and TMA writes K and V
+    once; of a pair each CTA has, and reads, half of K and half of V.
+
     Of each part of P, ``polynomial`` columns are computed on the multiply-add units.
     """
-    block_n = config["block_n"]
-    moved = 2 * 2 * block_n * head_dim // config["ctas"]
+    block_n, groups = config["block_n"], config["groups"]
+    queries, keys = config_sm100.ROWS * head_dim, block_n * head_dim // config["ctas"]
+    elements = groups * (queries + 2 * keys) + 2 * keys
     share = 1 - config["polynomial"] * config["p_parts"] / block_n
-    return Step(128 * config["groups"] * block_n, 2, None, moved, share)
+    return Step(config_sm100.ROWS * groups * block_n, 2, 2 * elements, 2 * 2 * keys, share)
+
+
+def _backward_sm100(config: Mapping[str, Any], head_dim: int) -> Step:
+    """``S^T``, ``dP^T``, ``dV``, ``dK`` and perhaps ``dQ`` of a step of queries with the 128 keys of a CTA.
+
+    Shared memory: K and Q are read for S^T, V and dO for dP^T, dO for dV and Q for dK (P^T and dS^T are in tensor
+    memory), all 16-bit; TMA writes Q and dO once. For dQ, dS^T is written, and dS and K are read, all 16-bit; and dQ is
+    written and read in float32.
+
+    Of a pair each CTA has, and reads, half of Q and dO: of the rows for S^T and dP^T, of the columns for dV and dK, so
+    that TMA still writes as much. It computes half of the rows of dQ, over the keys of both: as many elements of dS,
+    half of which the peer wrote, and of K, half of its columns.
+
+    Beyond it: Q and dO come, with two float32 statistics a row, and dQ goes in float32.
+    """
+    chosen = config_bwd_sm100.BackwardConfig(**config)
+    keys, queries = config_bwd_sm100.KEYS * head_dim, chosen.block_m * head_dim
+    pairs, part = config_bwd_sm100.KEYS * chosen.block_m, queries // chosen.ctas
+    shared = 2 * (2 * keys + 4 * part + 2 * queries)
+    moved = 2 * 2 * queries + 2 * 4 * chosen.block_m
+    if chosen.add_dq:
+        shared += 2 * (2 * pairs + keys) + 2 * 4 * part
+        moved += 4 * part
+    return Step(pairs, 5 if chosen.add_dq else 4, shared, moved)
 
 
 STEPS: dict[str, Callable[[Mapping[str, Any], int], Step]] = {
     "forward_sm90_kernel": _forward,
     "backward_sm90_kernel": _backward,
     "forward_sm100_kernel": _forward_sm100,
+    "backward_sm100_kernel": _backward_sm100,
     **{name: _plain(matmuls, name == "dkdv_kernel") for name, matmuls in PLAIN_MATMULS.items()},
 }

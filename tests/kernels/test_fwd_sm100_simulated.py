@@ -118,12 +118,12 @@ def test_many_short_tiles_of_one_program(name: str) -> None:
 
 
 @pytest.mark.parametrize(("packed", "value"), [(True, float("nan")), (False, float("inf"))])
-@pytest.mark.parametrize("name", ["wide", "pair"])
-def test_neighbours_do_not_show(name: str, packed: bool, value: float) -> None:
+@pytest.mark.parametrize(("name", "head_dim"), [("wide", 128), ("pair", 128), ("wide", 64), ("low", 64)])
+def test_neighbours_do_not_show(name: str, head_dim: int, packed: bool, value: float) -> None:
     torch.manual_seed(0)
     lengths = [70, 40, 133]
-    q = torch.randn(243 if packed else 90, 1, 128).to(torch.bfloat16)
-    k, v = (torch.randn(243, 1, 128).to(torch.bfloat16) for _ in range(2))
+    q = torch.randn(243 if packed else 90, 1, head_dim).to(torch.bfloat16)
+    k, v = (torch.randn(243, 1, head_dim).to(torch.bfloat16) for _ in range(2))
     problem = Problem(q, k, v, lengths, lengths if packed else None)
     clean = forward(problem, CONFIGS[name], 0, "random", 2)
     k[70:110] = v[70:110] = value
