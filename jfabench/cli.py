@@ -15,7 +15,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jfabench import __version__, regression_commands, timeline_command, tuning_commands
+from jfabench import (
+    __version__,
+    command_line,
+    compare_command,
+    history_command,
+    nightly_command,
+    timeline_command,
+    tuning_commands,
+)
+from jfabench.command_line import CommandError
 from jfabench.exit_codes import FAILED, INTERRUPTED, MACHINE, OK, USAGE, fail
 from jfabench.sim import command as sim_command
 from jfabench.sim import mutate_command
@@ -77,28 +86,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jfabench {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
-    def command(name: str, help_text: str, run: Any, epilog: str = "") -> argparse.ArgumentParser:
+    def command(name: str, help_text: str, run: command_line.Run, epilog: str = "") -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help_text, description=help_text, epilog=epilog, formatter_class=raw)
         sub.set_defaults(run=run)
         return sub
 
     sweep = command("sweep", "measure the grid of a sweep file and write a report", _sweep, SWEEP_EXAMPLES)
-    sweep.add_argument("--config", required=True, metavar="FILE", help="a sweep file, by path or by name in sweeps/")
-    sweep.add_argument("--out", metavar="DIR", help="result folder (default: results/<config>-<time>)")
-    sweep.add_argument("--only", action="append", default=[], metavar="PROVIDER", help="run only this one (repeatable)")
+    command_line.add_config(sweep)
+    command_line.add_new_folder(sweep, "<config>-<time>")
+    command_line.add_only(sweep)
     sweep.add_argument(
         "--skip", action="append", default=[], metavar="PROVIDER", help="leave this one out (repeatable)"
     )
-    sweep.add_argument(
-        "--direction", action="append", default=[], choices=["fwd", "bwd", "fwd_bwd"], help="instead of the file's"
-    )
-    sweep.add_argument(
-        "--measure", choices=["profiler", "events", "cudagraph", "wall"], help="how to time (default: the file's)"
-    )
-    sweep.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    sweep.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override a value (repeatable)"
-    )
+    command_line.add_directions(sweep)
+    command_line.add_measure(sweep)
+    command_line.add_device(sweep)
+    command_line.add_settings(sweep)
     sweep.add_argument(
         "--workers",
         choices=["per_shape", "shared"],
@@ -107,19 +110,13 @@ def build_parser() -> argparse.ArgumentParser:
     sweep.add_argument("--dry-run", action="store_true", help="print the cases and their cost, and stop")
     sweep.add_argument("--resume", action="store_true", help="go on in --out: measure only what it does not hold yet")
     sweep.add_argument("--retry-failed", action="store_true", help="with --resume: repeat the cases that are not ok")
-    sweep.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=300.0,
-        metavar="SECONDS",
-        help="kill a step that takes longer (default: 300)",
-    )
+    command_line.add_timeout(sweep)
 
     report = command(
         "report", "write results.csv, charts and report.html again, from one or more result folders", _report
     )
     report.add_argument("folders", nargs="+", metavar="DIR", help="result folders; several are merged into the first")
-    report.add_argument("--out", metavar="DIR", help="write the merged report here instead")
+    command_line.add_out(report, "write the merged report here instead")
 
     profile = command(
         "profile",
@@ -127,33 +124,21 @@ def build_parser() -> argparse.ArgumentParser:
         _profile,
         PROFILE_EXAMPLES,
     )
-    profile.add_argument("--config", required=True, metavar="FILE", help="a sweep file, by path or by name in sweeps/")
-    profile.add_argument("--out", metavar="DIR", help="result folder (default: results/profile-<config>-<time>)")
-    profile.add_argument("--only", action="append", default=[], metavar="PROVIDER", help="only this one (repeatable)")
-    profile.add_argument(
-        "--direction", action="append", default=[], choices=["fwd", "bwd", "fwd_bwd"], help="instead of the file's"
-    )
-    profile.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override a value (repeatable)"
-    )
+    command_line.add_config(profile)
+    command_line.add_new_folder(profile, "profile-<config>-<time>")
+    command_line.add_only(profile)
+    command_line.add_directions(profile)
+    command_line.add_settings(profile)
     profile.add_argument(
         "--metrics",
         choices=["roofline", "tensor", "memory", "stalls", "all"],
         default="all",
         help="which counters: fewer need fewer replays of each kernel (default: all)",
     )
-    profile.add_argument(
-        "--device", default="auto", help="auto, cuda, cuda:N; cpu tries the command out (default: auto)"
-    )
+    command_line.add_device(profile, "auto, cuda, cuda:N; cpu tries the command out")
     profile.add_argument("--keep-reports", action="store_true", help="keep an .ncu-rep of each case, for Nsight's GUI")
     profile.add_argument("--dry-run", action="store_true", help="print the cases and the ncu command, and stop")
-    profile.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=600.0,
-        metavar="SECONDS",
-        help="kill a step that takes longer (default: 600)",
-    )
+    command_line.add_timeout(profile, 600)
 
     command("list", "operators, providers and sweep files; why a provider is unavailable and how to get it", _list)
 
@@ -163,8 +148,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     ceilings = command("ceilings", "measure this device's matrix and copy rates, for the roofline", _ceilings)
-    ceilings.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    ceilings.add_argument("--out", metavar="DIR", help="store them in this result folder, too")
+    command_line.add_device(ceilings)
+    command_line.add_out(ceilings, "store them in this result folder, too")
 
     inspect = command(
         "inspect",
@@ -176,9 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--arch", metavar="ARCH,...", help="such as sm_90,sm_100 (default: all that kernels exist for)"
     )
     inspect.add_argument("--kernel", metavar="NAME", help="only the kernel of this name")
-    inspect.add_argument(
-        "--out", metavar="DIR", default="results/inspect", help="where inspect.csv goes (default: results/inspect)"
-    )
+    command_line.add_out(inspect, "where inspect.csv goes (default: results/inspect)", "results/inspect")
     inspect.add_argument(
         "--against",
         metavar="FILE",
@@ -186,32 +169,26 @@ def build_parser() -> argparse.ArgumentParser:
     )
     tuning_commands.add_commands(command)
     timeline_command.add_command(command)
-    regression_commands.add_commands(command)
+    compare_command.add_command(command)
+    history_command.add_command(command)
+    nightly_command.add_command(command)
     sim_command.add_command(command)
     mutate_command.add_command(command)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
     try:
+        arguments = build_parser().parse_args(argv)
         return int(arguments.run(arguments))
+    except CommandError as error:
+        return fail(error, error.code)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `jfabench list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: expected a positive number of seconds")
-    return value
 
 
 # sweep ---------------------------------------------------------------------------------------------------------------
@@ -221,42 +198,19 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from jfabench.operator import load_providers
     from jfabench.phases import overhead_sentence
     from jfabench.run import SweepStoppedError, Workers, run_sweep
-    from jfabench.sweep import ConfigError, load_sweep
 
-    if arguments.out is not None and not arguments.out.strip():
-        return fail("--out needs the name of a folder", USAGE)
     if arguments.resume and not arguments.out:
         return fail("--resume needs --out, the folder to go on in", USAGE)
     if arguments.retry_failed and not arguments.resume:
         return fail("--retry-failed needs --resume", USAGE)
-    device, note = _device(arguments.device)
-    if device is None:
-        return fail(note, MACHINE)
-    settings = [*arguments.settings, *([f"measure.mode={arguments.measure}"] if arguments.measure else [])]
-    settings += [f"workers={arguments.workers}"] if arguments.workers else []
-    try:
-        sweep = load_sweep(
-            arguments.config,
-            "cpu" if device == "cpu" else "full",
-            settings=settings,
-            only=arguments.only,
-            skip=arguments.skip,
-            directions=arguments.direction,
-        )
-        sweep.config.measure.mode_on(device.split(":")[0])
-    except ConfigError as error:
-        return fail(error, USAGE)
-    except ValueError as error:
-        return fail(error, USAGE)
-    if note:
-        print(note)
+    sweep, device = command_line.load_and_choose_device(arguments)
     if arguments.dry_run:
         return _dry_run(sweep)
 
     folder = _folder(arguments.out, sweep.name)
     known = load_providers(sweep.config.operator).by_name
     summaries = {name: known[name].summary for name in sweep.config.providers}
-    command_line = shlex.join(["python", "-m", "jfabench", *sys.argv[1:]])
+    invocation = shlex.join(["python", "-m", "jfabench", *sys.argv[1:]])
     workers = Workers(
         device,
         folder.root / "worker.log",
@@ -275,7 +229,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
                 sweep,
                 folder,
                 device=device,
-                command_line=command_line,
+                command_line=invocation,
                 summaries=summaries,
                 listener=listener,
                 resume=arguments.resume,
@@ -314,22 +268,10 @@ def _verdict(records: Sequence[Record]) -> int:
     return OK
 
 
-def _folder(out: str | None, name: str) -> ResultFolder:
-    from datetime import datetime
-    from pathlib import Path
-
+def _folder(out: Path | None, name: str) -> ResultFolder:
     from jfabench.folder import ResultFolder
 
-    if out is None:
-        out = f"results/{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    return ResultFolder(Path(out))
-
-
-def _device(wanted: str) -> tuple[str | None, str]:
-    """The device to use and what to tell the user about it; None and the reason where it cannot be used."""
-    from jfabench.devices import choose_device
-
-    return choose_device(wanted)
+    return ResultFolder(command_line.new_folder(out, name))
 
 
 def _dry_run(sweep: Sweep) -> int:
@@ -373,25 +315,11 @@ def _print_cases(sweep: Sweep) -> None:
 
 def _profile(arguments: argparse.Namespace) -> int:
     from jfabench import doctor, profile_sweep
-    from jfabench.sweep import ConfigError, load_sweep
 
-    if arguments.out is not None and not arguments.out.strip():
-        return fail("--out needs the name of a folder", USAGE)
-    device, note = _device(arguments.device)
-    if device is None:
-        return fail(note, MACHINE)
+    device, note = command_line.usable_device(arguments.device)
     if device == "cpu" and arguments.device != "cpu" and not arguments.dry_run:
         return fail("no NVIDIA GPU that can be used here, and only GPUs have these counters (see `doctor`)", MACHINE)
-    try:
-        sweep = load_sweep(
-            arguments.config,
-            "cpu" if device == "cpu" else "full",
-            settings=arguments.settings,
-            only=arguments.only,
-            directions=arguments.direction,
-        )
-    except ConfigError as error:
-        return fail(error, USAGE)
+    sweep = command_line.load_for(arguments, device)
     if note:
         print(note)
     folder = _folder(arguments.out, f"profile-{sweep.name}")
@@ -431,7 +359,7 @@ def _report(arguments: argparse.Namespace) -> int:
     for folder in folders:
         if not folder.records.exists():
             return fail(f"{folder.root}: no records.jsonl here; name a folder that `jfabench sweep` wrote", USAGE)
-    return _write_report(folders, ResultFolder(Path(arguments.out)) if arguments.out else folders[0])
+    return _write_report(folders, ResultFolder(arguments.out) if arguments.out else folders[0])
 
 
 def _write_report(folders: Sequence[ResultFolder], target: ResultFolder) -> int:
@@ -461,7 +389,7 @@ def _list(_: argparse.Namespace) -> int:
     from jfabench.operator import OPERATOR_MODULES, load_providers
     from jfabench.sweep import shipped
 
-    device, note = _device("auto")
+    device, note = command_line.usable_device("auto")
     console = Console()
     if note:
         console.print(note, markup=False, highlight=False)
@@ -472,7 +400,7 @@ def _list(_: argparse.Namespace) -> int:
             table.add_column(heading)
         for provider in providers.by_name.values():
             try:
-                missing: object = provider.unavailable((device or "cpu").split(":")[0])
+                missing: object = provider.unavailable(device.split(":")[0])
             except Exception as error:
                 missing = f"asking it failed: {type(error).__name__}: {error}"
             text = f"{provider.summary}\n{missing}" if missing else provider.summary
@@ -513,14 +441,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _ceilings(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from jfabench import ceilings
     from jfabench.folder import ResultFolder, write_json
 
-    device, note = _device(arguments.device)
-    if device is None:
-        return fail(note, MACHINE)
+    device, _ = command_line.usable_device(arguments.device)
     try:
         measured = ceilings.measure(device)
     except RuntimeError as error:
@@ -530,7 +454,7 @@ def _ceilings(arguments: argparse.Namespace) -> int:
     print(f"{measured.device}: copy {measured.bytes / 1e9:,.1f} GB/s (read + written)")
     try:
         if arguments.out:
-            write_json(ResultFolder(Path(arguments.out)).ceilings, measured.to_json())
+            write_json(ResultFolder(arguments.out).ceilings, measured.to_json())
         print(f"stored in {ceilings.store(measured)}; reports of this device use them for the roofline")
     except OSError as error:
         return fail(f"they could not be stored for later reports: {error}", MACHINE)
@@ -547,9 +471,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     from jfabench import inspect_compare, inspect_kernels, inspect_table
 
-    if not arguments.out.strip():
-        return fail("--out needs the name of a folder", USAGE)
-    target = Path(arguments.out) / "inspect.csv"
+    target = arguments.out / "inspect.csv"
     broken: Exception | None = None
     try:
         # Read first: it may be the file that is written anew.

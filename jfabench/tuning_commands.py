@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from jfabench import command_line
 from jfabench.exit_codes import MACHINE, OK, USAGE, fail
+
+if TYPE_CHECKING:
+    from jfabench.schedule_run import Work
 
 WATERFALL_EXAMPLES = """\
 examples:
@@ -23,29 +27,63 @@ examples:
 
 MOST_SMS = 1024
 
-Command = Callable[[str, str, Any, str], argparse.ArgumentParser]
-"""Adds a command: name, help, function that runs it, examples."""
+
+def add_commands(command: command_line.Command) -> None:
+    _add_waterfall(command)
+    _add_schedule(command)
 
 
-def add_commands(command: Command) -> None:
+# waterfall -----------------------------------------------------------------------------------------------------------
+
+
+def _add_waterfall(command: command_line.Command) -> None:
     waterfall = command(
         "waterfall",
         "what each stage of a TLX kernel costs: variants without it, wrong by design, timed in turns",
         _waterfall,
         WATERFALL_EXAMPLES,
     )
-    waterfall.add_argument("--config", required=True, metavar="FILE", help="a sweep file, by path or by name")
-    waterfall.add_argument("--out", metavar="DIR", help="result folder (default: results/waterfall-<config>-<time>)")
+    command_line.add_config(waterfall)
+    command_line.add_new_folder(waterfall, "waterfall-<config>-<time>")
+    command_line.add_directions(waterfall, ["fwd", "bwd"])
+    command_line.add_settings(waterfall)
     waterfall.add_argument(
-        "--direction", action="append", default=[], choices=["fwd", "bwd"], help="instead of the file's"
-    )
-    waterfall.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override a value (repeatable)"
-    )
-    waterfall.add_argument(
-        "--rounds", type=_count, default=8, metavar="N", help="turns of every variant, of 3 calls each (default: 8)"
+        "--rounds",
+        type=command_line.whole_number(1),
+        default=8,
+        metavar="N",
+        help="turns of every variant, of 3 calls each (default: 8)",
     )
 
+
+def _waterfall(arguments: argparse.Namespace) -> int:
+    sweep, device = command_line.load_for_hopper(arguments, "a waterfall times variants of", only=["tlx_jfa"])
+    from jfabench import waterfall
+
+    if found := waterfall.obstacle(device):
+        return fail(found, MACHINE)
+    folder = command_line.new_folder(arguments.out, f"waterfall-{sweep.name}")
+    try:
+        rows = waterfall.waterfall(sweep.cases, device, folder / "waterfall.csv", arguments.rounds)
+        from jfabench.reports import pictures
+        from jfabench.reports import waterfall as bars
+
+        picture, _ = pictures.save(bars.draw(bars.read(folder / "waterfall.csv")), folder / "waterfall")
+    except waterfall.WaterfallError as error:
+        return fail(error, MACHINE)
+    except BrokenPipeError:
+        raise  # whoever read what is printed has gone, which is no fault of the folder
+    except OSError as error:
+        return fail(f"{folder} could not be written ({error}): make room, or choose another with --out", MACHINE)
+    print(f"{len(rows)} rows: {folder / 'waterfall.csv'}, {picture} (wrong by design: no speedups)")
+    return OK
+
+
+# schedule ------------------------------------------------------------------------------------------------------------
+
+
+def _add_schedule(command: command_line.Command) -> None:
+    count = command_line.whole_number(1)
     schedule = command(
         "schedule",
         "which multiprocessor would compute which tile when, under each policy; predicted, needs no GPU",
@@ -54,23 +92,19 @@ def add_commands(command: Command) -> None:
     )
     source = schedule.add_mutually_exclusive_group(required=True)
     source.add_argument("--lengths", metavar="FILE", help="keys of each sequence: a CSV (or Parquet) file, a row each")
-    source.add_argument("--config", metavar="FILE", help="the shapes of a sweep file, by path or by name")
+    command_line.add_config(source, "the shapes of a sweep file, by path or by name in sweeps/", required=False)
     source.add_argument("--calibrate", metavar="DIR", help="fit the costs of a tile to the results in this folder")
     schedule.add_argument(
         "--short-below",
-        type=_count,
+        type=count,
         metavar="N",
         help="with --calibrate: the forward took blocks of 64 keys below this mean length (default: 512)",
     )
     schedule.add_argument("--column", metavar="NAME", help="with --lengths: the column (default: the file's only one)")
-    schedule.add_argument("--q-len", type=_count, metavar="M", help="with --lengths: queries (default: 256)")
-    schedule.add_argument("--heads", type=_count, metavar="H", help="with --lengths: heads (default: 4)")
-    schedule.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="with --config: override"
-    )
-    schedule.add_argument(
-        "--direction", action="append", default=[], choices=["fwd", "bwd"], help="(default: the file's, or fwd)"
-    )
+    schedule.add_argument("--q-len", type=count, metavar="M", help="with --lengths: queries (default: 256)")
+    schedule.add_argument("--heads", type=count, metavar="H", help="with --lengths: heads (default: 4)")
+    command_line.add_settings(schedule, "with --config: override a value (repeatable)")
+    command_line.add_directions(schedule, ["fwd", "bwd"], "(default: the file's, or fwd)")
     schedule.add_argument(
         "--sms", type=_multiprocessors, metavar="N", help="multiprocessors: H100, H200 132, B200 148 (default: 132)"
     )
@@ -83,17 +117,11 @@ def add_commands(command: Command) -> None:
     )
     schedule.add_argument("--gpu", metavar="NAME", help="take the costs measured there, whatever --sms says")
     schedule.add_argument("--tiles", action="store_true", help="write schedule_tiles.csv, too: a row a tile")
-    schedule.add_argument("--out", metavar="DIR", help="result folder (default: results/schedule)")
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
-    return int(text)
+    command_line.add_new_folder(schedule, "schedule")
 
 
 def _multiprocessors(text: str) -> int:
-    count = _count(text)
+    count = command_line.whole_number(1)(text)
     if count > MOST_SMS:
         raise argparse.ArgumentTypeError(f"{text}: no GPU has so many; at most {MOST_SMS} can be drawn")
     return count
@@ -122,71 +150,22 @@ def _misplaced(arguments: argparse.Namespace) -> str:
     return f"{wrong} says nothing with --calibrate: leave it out" if wrong else ""
 
 
-def _waterfall(arguments: argparse.Namespace) -> int:
-    from jfabench.devices import choose_device
-    from jfabench.sweep import ConfigError, load_sweep
-
-    if arguments.out is not None and not arguments.out.strip():
-        return fail("--out needs the name of a folder", USAGE)
-    try:
-        sweep = load_sweep(
-            arguments.config,
-            "full",
-            settings=arguments.settings,
-            only=["tlx_jfa"],
-            directions=arguments.direction,
-        )
-    except ConfigError as error:
-        return fail(error, USAGE)
-    device, _ = choose_device("auto")
-    if device is None or device == "cpu":
-        return fail(
-            "a waterfall times variants of the TLX kernels on a GPU of sm_90, and there is none that can be used here: "
-            "run it on an H100 or H200 (`python -m jfabench doctor` says what is missing)",
-            MACHINE,
-        )
-    from jfabench import waterfall
-
-    if found := waterfall.obstacle(device):
-        return fail(found, MACHINE)
-    folder = _folder(arguments.out, f"waterfall-{sweep.name}")
-    try:
-        rows = waterfall.waterfall(sweep.cases, device, folder / "waterfall.csv", arguments.rounds)
-        from jfabench.reports import pictures
-        from jfabench.reports import waterfall as bars
-
-        picture, _ = pictures.save(bars.draw(bars.read(folder / "waterfall.csv")), folder / "waterfall")
-    except waterfall.WaterfallError as error:
-        return fail(error, MACHINE)
-    except BrokenPipeError:
-        raise  # whoever read what is printed has gone, which is no fault of the folder
-    except OSError as error:
-        return fail(f"{folder} could not be written ({error}): make room, or choose another with --out", MACHINE)
-    print(f"{len(rows)} rows: {folder / 'waterfall.csv'}, {picture} (wrong by design: no speedups)")
-    return OK
-
-
 def _schedule(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from rich.console import Console
 
     from jfabench import schedule_run
     from jfabench.schedule import POLICIES
-    from jfabench.sweep import ConfigError
 
     if wrong := _misplaced(arguments):
         return fail(wrong, USAGE)
-    if arguments.out is not None and not arguments.out.strip():
-        return fail("--out needs the name of a folder", USAGE)
     if arguments.calibrate is not None:
         return _calibrate(Path(arguments.calibrate), arguments.short_below or 512)
-    folder = Path(arguments.out or "results/schedule")
+    folder = arguments.out or Path("results/schedule")
     try:
         works = _works(arguments)
         policies = [policy for policy in POLICIES if policy in (arguments.policy or POLICIES)]
         predictions = [schedule_run.predict(work, arguments.sms or 132, policies, arguments.gpu) for work in works]
-    except (ConfigError, schedule_run.ScheduleError) as error:
+    except schedule_run.ScheduleError as error:
         return fail(error, USAGE)
     schedule_run.show(predictions, Console())
     try:
@@ -205,20 +184,18 @@ def _schedule(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _works(arguments: argparse.Namespace) -> Any:
+def _works(arguments: argparse.Namespace) -> list[Work]:
     from jfabench import schedule_run
-    from jfabench.sweep import load_sweep
 
     if arguments.lengths is not None:
         directions = arguments.direction or ["fwd"]
         return schedule_run.of_file(
             arguments.lengths, arguments.column, arguments.q_len or 256, arguments.heads or 4, 128, directions
         )
-    sweep = load_sweep(arguments.config, "full", settings=arguments.settings, directions=arguments.direction)
-    return schedule_run.of_sweep(sweep)
+    return schedule_run.of_sweep(command_line.load(arguments))
 
 
-def _calibrate(folder: Any, short_below: int) -> int:
+def _calibrate(folder: Path, short_below: int) -> int:
     from jfabench import calibration
     from jfabench.schedule_run import ScheduleError
 
@@ -229,10 +206,3 @@ def _calibrate(folder: Any, short_below: int) -> int:
     for line in calibration.lines(fits):
         print(line)
     return OK
-
-
-def _folder(out: str | None, name: str) -> Any:
-    from datetime import datetime
-    from pathlib import Path
-
-    return Path(out if out is not None else f"results/{name}-{datetime.now():%Y%m%d-%H%M%S}")

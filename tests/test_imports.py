@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "jfabench.collector": set(),
     "jfabench.intervals": set(),
     "jfabench.from_tree": set(),
+    "jfabench.command_line": {"jfabench.devices", "jfabench.exit_codes", "jfabench.sweep"},
     "jfabench.regression": {"jfabench.intervals", "jfabench.records"},
     "jfabench.changes": {"jfabench.records"},
     "jfabench.ncu": {"jfabench.ranges"},
@@ -57,6 +58,11 @@ ONLY_FOR: dict[str, set[str]] = {
     "jfabench.cli": {"jfabench.__main__"},
     "jfabench.__main__": set(),
     "jfabench.profile_sweep": {"jfabench.cli"},
+    "jfabench.compare_command": {"jfabench.cli"},
+    "jfabench.history_command": {"jfabench.cli", "jfabench.nightly_command"},
+    "jfabench.nightly_command": {"jfabench.cli"},
+    "jfabench.timeline_command": {"jfabench.cli"},
+    "jfabench.tuning_commands": {"jfabench.cli"},
 }
 FORBIDDEN: dict[str, set[str]] = {"jfabench.sim": {"jfabench.operators"}}
 # Modules that must be importable, at once, on a machine without a GPU or torch.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .launching import launch, simulate
     from .report import Finding, Report, Run
     from .runtime import KernelError
+    from .targets import TargetError
 
 __all__ = [
     "CASES",
@@ -44,6 +45,7 @@ __all__ = [
     "KernelError",
     "Report",
     "Run",
+    "TargetError",
     "attention_on",
     "launch",
     "simulate",
@@ -57,6 +59,7 @@ _HOMES = {
     "launching": ("launch", "simulate"),
     "report": ("Finding", "Report", "Run"),
     "runtime": ("KernelError",),
+    "targets": ("TargetError",),
 }
 
 

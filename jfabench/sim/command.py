@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jfabench.exit_codes import FAILED, OK, USAGE
+from jfabench import command_line
+from jfabench.exit_codes import FAILED, OK, USAGE, fail
 
 if TYPE_CHECKING:
     from .report import Report
@@ -26,15 +24,11 @@ TARGET = (
     "on CPU tensors and raises AssertionError, or returns False, if they are wrong: module:function, file.py:function"
 )
 
-Command = Callable[[str, str, Any, str], argparse.ArgumentParser]
-"""Adds a command: name, help, function that runs it, examples."""
+Simulated = Callable[[dict[str, Any]], "Report"]
+"""Simulates something, under the seeds and policies that it is given by name."""
 
 
-class TargetError(Exception):
-    """What cannot be simulated, and why."""
-
-
-def add_command(command: Command) -> None:
+def add_command(command: command_line.Command) -> None:
     simulate = command(
         "simulate",
         "run TLX kernels on the CPU under adversarial schedules: results, races, deadlocks, misuse of barriers",
@@ -50,7 +44,9 @@ def add_command(command: Command) -> None:
         help="for our kernels: broadcast, packed, causal, window, grouped, empty, or fields such as "
         "keys=100:37,queries=64,heads=4,kv_heads=2,D=64,causal,window=3:5 (repeatable; default: all that have names)",
     )
-    simulate.add_argument("--seeds", type=_positive, default=3, metavar="N", help="how many seeds (default: 3)")
+    simulate.add_argument(
+        "--seeds", type=command_line.whole_number(1), default=3, metavar="N", help="how many seeds (default: 3)"
+    )
     simulate.add_argument("--first-seed", type=int, default=0, metavar="SEED", help="to repeat one (default: 0)")
     simulate.add_argument(
         "--policy",
@@ -69,22 +65,18 @@ def add_command(command: Command) -> None:
     simulate.add_argument("--json", metavar="FILE", help="write the report there, too")
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a positive number")
-    return int(text)
-
-
 def _simulate(arguments: argparse.Namespace) -> int:
     from .runtime import KernelError
+    from .targets import RaisedError, TargetError
 
     try:
         reports = _reports(arguments)
         if arguments.json:
-            _write(arguments.json, "[\n" + ",\n".join(report.to_json() for report in reports) + "\n]\n")
-    except (TargetError, KernelError, ValueError) as error:
-        print(f"jfabench: {error}", file=sys.stderr)
-        return USAGE if isinstance(error, (TargetError, ValueError)) else FAILED
+            write(arguments.json, "[\n" + ",\n".join(report.to_json() for report in reports) + "\n]\n")
+    except (TargetError, ValueError) as error:
+        return fail(error, USAGE)
+    except (RaisedError, KernelError) as error:
+        return fail(error, FAILED)
     return OK if all(report.ok for report in reports) else FAILED
 
 
@@ -97,8 +89,6 @@ def _reports(arguments: argparse.Namespace) -> list[Report]:
     reports = []
     for name, run in _runs(arguments):
         report = run(options)
-        if report.ok and not name and not any(made.steps for made in report.runs):
-            raise TargetError(f"{arguments.target} launched no kernel: nothing was simulated")
         print(f"{name}: {report}" if name else report, flush=True)
         if arguments.barriers:
             print(report.barrier_table(), flush=True)
@@ -106,35 +96,39 @@ def _reports(arguments: argparse.Namespace) -> list[Report]:
     return reports
 
 
-def _write(path: str, text: str) -> None:
+def write(path: str, text: str) -> None:
+    """Writes a report. Raises `TargetError` if that is not possible."""
+    from .targets import TargetError
+
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise TargetError(f"{path}: the report cannot be written ({error.strerror})") from error
 
 
-def _runs(arguments: argparse.Namespace) -> list[tuple[str, Callable[[dict[str, Any]], Report]]]:
+def _runs(arguments: argparse.Namespace) -> list[tuple[str, Simulated]]:
     """What is to be simulated, by name."""
-    from . import fakes
+    from . import fakes, targets
     from .host import simulate_calls
     from .machine import Target
 
     target: str = arguments.target
     if ":" in target:
         if arguments.case:
-            raise TargetError("--case is for our kernels; a function has its own inputs")
+            raise targets.TargetError("--case is for our kernels; a function has its own inputs")
         arch = arguments.arch or "sm_90"
         with fakes.driver(Target(arch).capability):  # modules ask for it when they are imported
-            function = _function(target)
+            function = targets.telling(targets.function(target))
         configuration = arguments.configuration
         return [("", lambda o: simulate_calls(function, arch=arch, config=configuration, **o))]
     return _attention(target, arguments)
 
 
-def _attention(target: str, arguments: argparse.Namespace) -> list[tuple[str, Callable[[dict[str, Any]], Report]]]:
+def _attention(target: str, arguments: argparse.Namespace) -> list[tuple[str, Simulated]]:
     from jfabench.kernels.attention.launch import TLX_LAUNCHERS
 
     from .attention import CASES, Case, simulate_attention
+    from .targets import TargetError
 
     known = [f"{direction}_sm{major}{minor}" for major, minor in TLX_LAUNCHERS for direction in ("fwd", "bwd")]
     module = target.rpartition(".")[2]
@@ -145,30 +139,7 @@ def _attention(target: str, arguments: argparse.Namespace) -> list[tuple[str, Ca
     arch = arguments.arch or f"sm_{suffix}"
     configuration = arguments.configuration
 
-    def run(case: Case) -> Callable[[dict[str, Any]], Report]:
+    def run(case: Case) -> Simulated:
         return lambda o: simulate_attention(case, direction, arch, configuration=configuration, **o)
 
     return [(text, run(Case.parse(text))) for text in arguments.case or CASES]
-
-
-def _function(target: str) -> Callable[[], object]:
-    place, _, name = target.rpartition(":")
-    if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        if spec is None or spec.loader is None or not Path(place).exists():
-            raise TargetError(f"{place}: there is no such file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        folder = str(Path(place).resolve().parent)
-        if folder not in sys.path:  # as for a script: what lies beside it can be imported
-            sys.path.append(folder)
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise TargetError(f"{place}: cannot be imported ({error})") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise TargetError(f"{place} has no function {name}")
-    return function  # type: ignore[no-any-return]

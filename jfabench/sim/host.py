@@ -19,6 +19,7 @@ from .machine import Target
 from .report import Report, Run
 from .runtime import KernelError
 from .scheduler import POLICIES, Policy
+from .targets import TargetError, defined
 
 
 @dataclass
@@ -92,6 +93,9 @@ def simulate_calls(
 
     It raises an :class:`AssertionError`, or returns False, if its results are wrong. ``options`` go to
     :func:`simulated_gpu`; ``within`` gives a further context, such as :func:`.attention.attention_on`.
+
+    Raises:
+        TargetError: a call launches no kernel, or returns something else than None, True or False.
     """
     report = Report(name or str(getattr(function, "__name__", "call")), arch)
     for seed, policy in schedules(seeds, policies):
@@ -100,6 +104,8 @@ def simulate_calls(
             with context:
                 summary = Run(report.kernel, seed, policy)
                 wrong = checked(function, summary)
+        if not wrong:
+            require_launch(simulation, name or defined(function), seed, policy)
         runs = simulation.runs or [summary]
         if simulation.ok:  # what else is wrong shows in the results, too
             runs[-1].findings += wrong
@@ -107,6 +113,15 @@ def simulate_calls(
         if stop_at_first and not report.ok:
             break
     return report
+
+
+def require_launch(simulation: Simulation, who: str, seed: int, policy: Policy) -> None:
+    """Raises :class:`TargetError` if ``who`` ran without anything to simulate, and so without anything to find."""
+    if simulation.ok and not any(run.steps for run in simulation.runs):
+        raise TargetError(
+            f"{who} launched no kernel under seed {seed}, policy {policy!r}, so that nothing was simulated: it has to "
+            "launch in each call, and to keep no results"
+        )
 
 
 def _name(kernel: Any) -> str:

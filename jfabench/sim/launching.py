@@ -30,6 +30,7 @@ from .report import Finding, Report, Run
 from .rewrite import rewritten
 from .runtime import KernelError, running, semantic
 from .scheduler import POLICIES, Operation, Policy
+from .targets import TargetError, defined
 
 MAX_STEPS = 2_000_000  # a step is a stretch of one task, or a stage of one operation
 RESIDENT = 16  # clusters that run at once, if the caller does not say
@@ -140,13 +141,22 @@ def schedules(seeds: int | Iterable[int], policies: Iterable[Policy]) -> list[tu
 
 
 def checked(check: Callable[[], object], run: Run) -> list[Finding]:
-    """What a caller's check says about the results."""
+    """What a caller's check says about the results.
+
+    Raises:
+        TargetError: it returns something else than None, True or False, of which one cannot tell whether it is a no.
+    """
     try:
         verdict = check()
     except AssertionError as error:
         return [Finding("wrong-result", str(error).strip() or "the check failed", seed=run.seed, policy=run.policy)]
     if verdict is False:
         return [Finding("wrong-result", "the check returned False", seed=run.seed, policy=run.policy)]
+    if verdict is not None and verdict is not True:
+        raise TargetError(
+            f"{defined(check)} returned a value of type {type(verdict).__name__}: expected None, True, or False if the "
+            "results are wrong"
+        )
     return []
 
 

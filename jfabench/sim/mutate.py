@@ -36,6 +36,7 @@ from .operators import truth
 from .report import Finding, Run
 from .runtime import machine
 from .scheduler import POLICIES, Policy
+from .targets import TargetError, told
 
 SLACK = 4  # a mutant may take so many times the steps of the unchanged kernel
 MORE_STEPS = 5_000  # and these
@@ -151,6 +152,7 @@ def mutate(
 
     Raises:
         BaselineError: ``run`` fails with the unchanged kernel.
+        TargetError: ``run`` returns something else than None, True or False.
         ValueError: a kind is not one of :data:`.mutations.KINDS`.
     """
     found = mutations(kernel, kinds)
@@ -312,8 +314,10 @@ def _trial(
                 found += checked(run, Run("", seed, policy))
         except _FoundError:
             pass
-        except Exception as error:  # a mutant may fail in any way: in the front end, or in the simulator
-            return _Trial("error", f"{type(error).__name__}: {error}", 0)
+        except TargetError:
+            raise
+        except (Exception, SystemExit) as error:  # a mutant may fail in any way: in the front end, or in the simulator
+            return _Trial("error", told(error), 0)
     if found:
         return _Trial(found[0].kind, found[0].message, 0)
     return _Trial("", "", max((launch.steps for launch in launches), default=0))

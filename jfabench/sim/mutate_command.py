@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jfabench.exit_codes import FAILED, OK, USAGE
+from jfabench import command_line
+from jfabench.exit_codes import FAILED, OK, USAGE, fail
 
-from .command import TARGET, TargetError, _function, _positive, _write
+from .command import TARGET, write
 
 if TYPE_CHECKING:
     from .mutate import MutationReport, Outcome
@@ -22,11 +22,8 @@ examples:
   python -m jfabench mutate my_tests.py:check_my_kernel --kernel my_kernels.py:my_kernel --arch sm_100 --fail-under 0.9
 """
 
-Command = Callable[[str, str, Any, str], argparse.ArgumentParser]
-"""Adds a command: name, help, function that runs it, examples."""
 
-
-def add_command(command: Command) -> None:
+def add_command(command: command_line.Command) -> None:
     mutate = command(
         "mutate",
         "leave out or change each wait, arrival, fence and phase of a TLX kernel in turn: is it noticed?",
@@ -50,7 +47,11 @@ def add_command(command: Command) -> None:
         help="only this kind of fault, such as barrier-wait, phase, fence (repeatable; default: all)",
     )
     mutate.add_argument(
-        "--seeds", type=_positive, default=2, metavar="N", help="how many seeds, of three policies each (default: 2)"
+        "--seeds",
+        type=command_line.whole_number(1),
+        default=2,
+        metavar="N",
+        help="how many seeds, of three policies each (default: 2)",
     )
     mutate.add_argument(
         "--arch", metavar="ARCH", help="such as sm_90, sm_100 (default: by the module's name, or sm_90)"
@@ -80,25 +81,21 @@ def _share(text: str) -> float:
 def _mutate(arguments: argparse.Namespace) -> int:
     from .mutate import BaselineError
     from .runtime import KernelError
+    from .targets import TargetError
 
     try:
         report = _report(arguments)
         print(report)
         if arguments.json:
-            _write(arguments.json, report.to_json() + "\n")
+            write(arguments.json, report.to_json() + "\n")
     except (TargetError, ValueError) as error:
-        return _fail(error, USAGE)
+        return fail(error, USAGE)
     except (BaselineError, KernelError) as error:
-        return _fail(error, FAILED)
+        return fail(error, FAILED)
     caught, executed = report.score()
     if not executed:
-        return _fail(f"{arguments.target} executes nothing that could be changed", FAILED)
+        return fail(f"{arguments.target} executes nothing that could be changed", FAILED)
     return FAILED if caught < (arguments.fail_under or 0) * executed else OK
-
-
-def _fail(message: object, code: int) -> int:
-    print(f"jfabench: {message}", file=sys.stderr)
-    return code
 
 
 def _report(arguments: argparse.Namespace) -> MutationReport:
@@ -113,29 +110,19 @@ def _report(arguments: argparse.Namespace) -> MutationReport:
 
 
 def _of_function(arguments: argparse.Namespace) -> tuple[Callable[[], object], Any, str]:
-    from . import fakes
+    from . import fakes, targets
     from .machine import Target
 
     if not arguments.kernel:
-        raise TargetError(
+        raise targets.TargetError(
             f"{arguments.target}: which of the kernels that it launches? Say so: --kernel module:name or file.py:name"
         )
     arch = arguments.arch or "sm_90"
     with fakes.driver(Target(arch).capability):  # modules ask for it when they are imported
-        test, kernel = _object(arguments.target), _object(arguments.kernel)
-    if not hasattr(kernel, "fn"):
-        raise TargetError(f"{arguments.kernel}: expected a @triton.jit function")
+        test, kernel = targets.function(arguments.target), targets.find(arguments.kernel)
+    if not targets.is_kernel(kernel):
+        raise targets.TargetError(f"{arguments.kernel}: expected a @triton.jit function")
     return test, kernel, arch
-
-
-def _object(target: str) -> Any:
-    """What ``target`` names; from a file that is loaded already, so that test and kernel are of the same module."""
-    place, _, name = target.rpartition(":")
-    loaded = sys.modules.get(Path(place).stem) if place.endswith(".py") else None
-    known = getattr(loaded, "__file__", None)
-    if known and Path(known).resolve() == Path(place).resolve() and hasattr(loaded, name):
-        return getattr(loaded, name)
-    return _function(target)
 
 
 def _of_ours(arguments: argparse.Namespace, options: dict[str, Any]) -> MutationReport:
@@ -143,6 +130,7 @@ def _of_ours(arguments: argparse.Namespace, options: dict[str, Any]) -> Mutation
 
     from .attention import KERNELS, Case
     from .mutate_attention import mutate_attention
+    from .targets import TargetError
 
     module = arguments.target.rpartition(".")[2]
     known = [f"{direction}_sm{major}{minor}" for major, minor in TLX_LAUNCHERS for direction in KERNELS]

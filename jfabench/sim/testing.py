@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from .host import simulated_gpu
+from .host import require_launch, simulated_gpu
 from .launching import schedules
 from .report import Report
 from .scheduler import POLICIES, Policy
+from .targets import defined
 
 
 def under_schedules(
@@ -24,7 +25,8 @@ def under_schedules(
         def test_attention():
             torch.testing.assert_close(attention(q, k, v), expected)
 
-    It fails if the test does, or if anything was found. ``options`` go to :func:`.host.simulated_gpu`.
+    It fails if the test does, if anything was found, or if nothing was launched. ``options`` go to
+    :func:`.host.simulated_gpu`.
     """
     chosen = schedules(seeds, policies)
 
@@ -37,6 +39,7 @@ def under_schedules(
                     test(*args, **kwargs)
                 finally:  # what was found explains wrong results, too
                     Report(test.__name__, arch, gpu.runs).require_ok()
+            require_launch(gpu, defined(test), seed, policy)
 
         signature = inspect.signature(test)
         schedule = inspect.Parameter("schedule", inspect.Parameter.KEYWORD_ONLY)

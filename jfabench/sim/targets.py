@@ -1,0 +1,151 @@
+"""What is to be simulated, found by its name, and what is wrong with it: in one line, with the place in its source."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+
+class TargetError(Exception):
+    """What cannot be simulated, and why: it cannot be loaded, launches nothing, or returns no verdict."""
+
+
+class RaisedError(Exception):
+    """What a target raised that is no verdict on its results, and at which of its lines."""
+
+
+def function(target: str) -> Callable[[], object]:
+    """The function without arguments that `target` names. Raises :class:`TargetError`."""
+    found = find(target)
+    if is_kernel(found):
+        raise TargetError(f"{target} is a kernel: name a function without arguments that launches it")
+    if not callable(found):
+        raise TargetError(f"{target} is of type {type(found).__name__}: expected a function without arguments")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise TargetError(f"{defined(found)} cannot be called without arguments: {error}") from error
+    except ValueError:
+        pass  # it is built in, and does not say what it takes
+    return found  # type: ignore[no-any-return]
+
+
+def find(target: str) -> Any:
+    """What ``module:name`` or ``file.py:name`` names. Raises :class:`TargetError` with the line of a mistake."""
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise TargetError(f"{target}: expected module:function, or file.py:function")
+    try:
+        module = _of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TargetError):
+            raise
+        raise TargetError(f"{place} cannot be imported: {told(error)}") from error
+    if not hasattr(module, name):
+        raise TargetError(f"{place} has no function {name}")
+    return getattr(module, name)
+
+
+def is_kernel(found: Any) -> bool:
+    """Whether it is a ``@triton.jit`` function, autotuned or not."""
+    return hasattr(found, "fn")
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The module in a file; if it is loaded already, that one, so that a test and its kernel are of the same."""
+    known = sys.modules.get(path.stem)
+    if known is not None and _is_same_file(getattr(known, "__file__", None), path):
+        return known
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise TargetError(f"{path}: there is no such file")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # as for a script: what lies beside it can be imported
+        sys.path.append(folder)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+def _is_same_file(known: str | None, path: Path) -> bool:
+    return known is not None and Path(known).resolve() == path.resolve()
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------------
+
+
+def telling(call: Callable[[], object]) -> Callable[[], object]:
+    """``call``, but what it raises beside a verdict becomes a :class:`RaisedError`."""
+
+    @functools.wraps(call)
+    def run() -> object:
+        try:
+            return call()
+        except AssertionError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise RaisedError(told(error)) from error
+
+    return run
+
+
+def told(error: BaseException) -> str:
+    """``file:line: type: message`` of a mistake in people's own code, on one line; without a place if it has none.
+
+    What goes wrong while a kernel's code is carried out has told its lines already.
+    """
+    from .runtime import KernelError
+
+    if isinstance(error, KernelError) and error.__cause__ is not None:
+        return str(error)
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    where = _line_of_syntax(error) if isinstance(error, SyntaxError) else ""
+    where = where or _line_of(error.__traceback__)
+    return ": ".join(filter(None, (where, type(error).__name__, " ".join(message.split()))))
+
+
+def defined(call: Callable[..., object]) -> str:
+    """A function's place and name; only its name if it is not written in Python."""
+    call = inspect.unwrap(call)
+    name = str(getattr(call, "__name__", call))
+    code = getattr(call, "__code__", None)
+    return f"{_shown(code.co_filename)}:{code.co_firstlineno}: {name}" if code else name
+
+
+def _line_of_syntax(error: SyntaxError) -> str:
+    return f"{_shown(error.filename)}:{error.lineno}" if error.filename and error.lineno else ""
+
+
+def _line_of(raised: TracebackType | None) -> str:
+    """The innermost line that is neither of a library nor of the simulator; empty if there is none."""
+    for frame, line in reversed(list(traceback.walk_tb(raised))):
+        file = frame.f_code.co_filename
+        if not file.startswith("<") and not any(Path(file).is_relative_to(folder) for folder in _libraries()):
+            return f"{_shown(file)}:{line}"
+    return ""
+
+
+@functools.cache
+def _libraries() -> tuple[Path, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return (Path(__file__).parent, *(Path(sysconfig.get_path(name)) for name in names))
+
+
+def _shown(file: str) -> str:
+    """Relative to the present folder, if it is below."""
+    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file

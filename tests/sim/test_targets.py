@@ -1,0 +1,192 @@
+"""Mistakes in what is to be simulated: one sentence with their line, and never a success."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jfabench.cli import main
+from jfabench.sim import targets
+from jfabench.sim.targets import RaisedError, TargetError
+
+HEAD = """\
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def kernel(out, n):
+    i = tl.program_id(0) * 32 + tl.arange(0, 32)
+    tl.store(out + i, 1.0, mask=i < n)
+
+def check():
+    out = torch.zeros(50)
+    kernel[(2,)](out, 50)
+"""
+LINE = len(HEAD.splitlines()) + 1  # of what a test puts after it
+
+NOT_LOADED = {
+    "syntax error": ("def broken(:\n", "SyntaxError: invalid syntax"),
+    "indentation": ("x = 1\n  y = 2\n", "IndentationError: unexpected indent"),
+    "missing package": ("import no_such_package\n", "ModuleNotFoundError: No module named 'no_such_package'"),
+    "missing name in a package": ("from torch import no_such_name\n", "ImportError: cannot import name 'no_such_name'"),
+    "missing attribute": ("torch.no_such_function()\n", "AttributeError: module 'torch' has no attribute"),
+    "exit": ("raise SystemExit(0)\n", "SystemExit: 0"),
+    "in a library": ("torch.zeros(2) @ torch.zeros(3)\n", "RuntimeError: "),
+}
+RAISED = {
+    "name": ("    undefined\n", "NameError: name 'undefined' is not defined"),
+    "attribute": ("    torch.no_such_function()\n", "AttributeError: module 'torch' has no attribute"),
+    "in a library": ("    out.view(7, 7)\n", "RuntimeError: shape '[7, 7]' is invalid"),
+    "value": ("    raise ValueError('two\\n  lines')\n", "ValueError: two lines"),
+    "exit": ("    raise SystemExit(0)\n", "SystemExit: 0"),
+    "arguments of the kernel": ("    kernel[(1,)](out)\n", "TypeError: missing a required argument: 'n'"),
+    "option of the kernel": ("    kernel[(1,)](out, 50, BLOK=3)\n", "KernelError: kernel has no argument BLOK"),
+}
+RETURNED = {
+    "tensor": ("    return (out == 1).all()\n", "Tensor"),
+    "text": ("    return 'fine'\n", "str"),
+    "number": ("    return 0\n", "int"),
+}
+
+
+def write(folder: Path, text: str) -> str:
+    """The target in a new file of its own name, which no other test has loaded."""
+    path = folder / f"{folder.name}.py"
+    path.write_text(HEAD + text)
+    return f"{path}:check"
+
+
+def commands(target: str) -> list[list[str]]:
+    few = ["--seeds", "1", "--arch", "sm_90"]
+    kernel = f"{target.removesuffix(':check')}:kernel"
+    return [["simulate", target, "--policy", "early", *few], ["mutate", target, "--kernel", kernel, *few]]
+
+
+def said(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line in which a command says why it has ended with ``code``."""
+    assert main(words) == code
+    error = capsys.readouterr().err
+    assert error.startswith("jfabench: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize("mistake", NOT_LOADED)
+def test_a_file_that_cannot_be_loaded(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, message = NOT_LOADED[mistake]
+    target = write(tmp_path, text)
+    line = LINE + (mistake == "indentation")
+    for words in commands(target):
+        error = said(words, 2, capsys)
+        assert "cannot be imported: " in error
+        assert f"{tmp_path.name}.py:{line}: {message}" in error
+    assert tmp_path.name not in sys.modules
+
+
+@pytest.mark.parametrize("mistake", RAISED)
+def test_a_function_that_raises(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, message = RAISED[mistake]
+    for words in commands(write(tmp_path, text)):
+        assert f"{tmp_path.name}.py:{LINE}: {message}" in said(words, 1, capsys)
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_a_function_without_a_verdict(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, name = RETURNED[kind]
+    for words in commands(write(tmp_path, text)):
+        error = said(words, 2, capsys)
+        assert f"{tmp_path.name}.py:9: check returned a value of type {name}: expected None, True, or False" in error
+
+
+def test_a_function_that_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = write(tmp_path, "def check(): return True\n")
+    error = said(["simulate", target, "--seeds", "1"], 2, capsys)
+    assert f"{tmp_path.name}.py:{LINE}: check launched no kernel under seed 0, policy 'random'" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_function", "has no function no_such_function"),
+        ("kernel", "is a kernel: name a function without arguments that launches it"),
+        ("number", "is of type int: expected a function without arguments"),
+        ("needy", f".py:{LINE + 1}: needy cannot be called without arguments: missing a required argument: 'x'"),
+    ],
+)
+def test_what_is_no_function_to_call(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = write(tmp_path, "number = 3\ndef needy(x): pass\n").replace(":check", f":{name}")
+    assert message in said(["simulate", target], 2, capsys)
+
+
+def test_a_mistake_beside_the_file_has_its_own_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "lies_beside.py").write_text("\n\n1 / 0\n")
+    target = write(tmp_path, "import lies_beside\n")
+    assert "lies_beside.py:3: ZeroDivisionError: division by zero" in said(["simulate", target], 2, capsys)
+
+
+def test_a_mistake_in_the_kernel_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = write(tmp_path, "")
+    path = Path(target.removesuffix(":check"))
+    path.write_text(path.read_text().replace("1.0", "undefined"))
+    for words in commands(target):
+        assert main(words) == 1
+        error = capsys.readouterr().err
+        assert f"NameError: name 'undefined' is not defined\n    at {path.name}:7 in kernel\n" in error
+
+
+@pytest.mark.parametrize("target", [":check", "json:"])
+def test_half_a_name(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"{target}: expected module:function" in said(["simulate", target], 2, capsys)
+
+
+def test_a_module_that_there_is_not_has_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = said(["simulate", "no.such.module:check"], 2, capsys)
+    assert error == "jfabench: no.such.module cannot be imported: ModuleNotFoundError: No module named 'no'\n"
+
+
+def test_the_process_ends_without_a_traceback(tmp_path: Path) -> None:
+    target = write(tmp_path, "    raise SystemExit(0)\n")
+    command = [sys.executable, "-m", "jfabench", "simulate", target, "--seeds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == f"jfabench: {tmp_path.name}.py:{LINE}: SystemExit: 0\n"
+
+
+def test_verdicts_are_no_mistakes() -> None:
+    def wrong() -> None:
+        raise AssertionError("wrong")
+
+    with pytest.raises(AssertionError, match="wrong"):
+        targets.telling(wrong)()
+    assert targets.telling(lambda: False)() is False
+
+
+def test_the_line_is_the_innermost_that_is_no_librarys() -> None:
+    def inner() -> None:
+        functools.reduce(lambda a, b: a / b, [1, 0])
+
+    first = inner.__code__.co_firstlineno
+    with pytest.raises(RaisedError) as raised:
+        targets.telling(inner)()
+    assert f"test_targets.py:{first + 1}: ZeroDivisionError: division by zero" in str(raised.value)
+
+
+def test_a_file_is_loaded_once(tmp_path: Path) -> None:
+    target = write(tmp_path, "")
+    kernel = targets.find(target.replace(":check", ":kernel"))
+    assert targets.function(target).__globals__["kernel"] is kernel  # type: ignore[attr-defined]
+
+
+def test_built_in_functions_have_no_place() -> None:
+    assert targets.defined(len) == "len"
+    with pytest.raises(TargetError, match=r"no_such_file\.py: there is no such file"):
+        targets.find("no_such_file.py:f")
