@@ -104,6 +104,10 @@ class WarmUp:
     estimate: float
 
 
+NO_WARM_UP = WarmUp(iterations=0, seconds=0.0, estimate=math.inf)
+"""Nothing is known of the call, so that rounds are as short as may be."""
+
+
 def warm_up(
     call: Call, policy: MeasurePolicy, device: str, *, clock: Callable[[], float] = time.perf_counter
 ) -> WarmUp:
@@ -203,7 +207,8 @@ def measure_interleaved(
     for name, call in calls.items():
         on_phase(name, "warmup")
         try:
-            active[name] = _Progress(call, warm_up(call, policy, sampler.device))
+            warm = warm_up(call, policy, sampler.device) if policy.warm_up else NO_WARM_UP
+            active[name] = _Progress(call, warm)
         except Exception as error:
             if fail(name, error):
                 return outcomes

@@ -24,6 +24,7 @@ class MeasurePolicy(BaseModel):
         1.0, gt=0, allow_inf_nan=False, description="measured time of one case at most, in seconds"
     )
     warmup_seconds: float = Field(0.5, ge=0, allow_inf_nan=False, description="warm-up seconds of one case at most")
+    warm_up: bool = Field(True, description="false: no warm-up call at all; times are of cold calls")
 
     def mode_on(self, device: str) -> Mode:
         """The mode to use on `device` (`"cuda"` or `"cpu"`). Raises `ValueError` for a CUDA mode on a CPU."""

@@ -1,9 +1,13 @@
 """Counters of the cases of a sweep: shapes are visited by the worker that measures, under Nsight Compute.
 
-For each shape `ncu` runs this module as a program, which has a worker process do the job of `jfabench.visit` with as
-few calls as that allows; `ncu` counts only the kernels inside the NVTX ranges of the timed calls. Kernels are replayed
-and caches flushed while they are counted, so times from here are no benchmark times. A provider that chooses a
-configuration at its first call does so outside these ranges, yet beside `ncu`: measure first, so that it has chosen.
+For each shape `ncu` runs this module as a program, which has a worker process do the job of `jfabench.visit` with one
+timed call a case; `ncu` counts only the kernels inside the NVTX ranges of these calls. It replays each kernel once for
+every few counters, which is most of what a run costs: about half a second a launch on an H200, for all counters. Caches
+are flushed before each replay, so times from here are no benchmark times. A provider that chooses a configuration at
+its first call does so outside these ranges, yet beside `ncu`: measure first, so that it has chosen.
+
+`ncu` prints its counters when the program has ended. Each shape therefore has a run of its own: what is killed loses
+the shape at hand, and no other.
 
 The folder gets, whole after each shape: `counters.csv` (one row a counter of a kernel launch), `counters_wide.csv` (one
 row a case, beside what `results.csv` says of it if the folder has one), `profile.jsonl` (a record for each case and
@@ -23,6 +27,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -41,8 +46,8 @@ from jfabench.run import Workers
 from jfabench.sweep import Sweep
 from jfabench.visit import Job
 
-POLICY = MeasurePolicy(mode="wall", rounds=1, min_iterations=1, max_iterations=1, warmup_seconds=0)  # type: ignore[call-arg]
-"""The fewest calls in the ranges: two that warm up and one that is sampled."""
+POLICY = MeasurePolicy(mode="wall", rounds=1, min_iterations=1, max_iterations=1, warm_up=False)  # type: ignore[call-arg]
+"""One call, which is sampled: what a warm-up is for has been had, the call has compiled and was checked."""
 
 GRACE = 120.0
 """Seconds beyond the time-out of a worker after which `ncu` itself counts as hanging."""
@@ -111,6 +116,7 @@ def visit(folder: Path) -> None:
     """Does the job in `folder/job.json` and writes `records.jsonl` there; a case that kills its worker costs itself."""
     (folder / "pid").write_text(str(os.getpid()))
     asked = json.loads((folder / "job.json").read_text())
+    threading.Thread(target=_end_without, args=(asked["profiler"],), daemon=True).start()
     job = Job.from_json(asked["job"])
     heard = _Heard(folder / "heard")
     left = list(job.cases)
@@ -126,6 +132,13 @@ def visit(folder: Path) -> None:
             if not done:
                 break
             left = [case for case in left if case not in done]
+
+
+def _end_without(process: int) -> None:
+    """Ends this program, and with it the worker and `ncu`, once the process that profiles has gone, however it went."""
+    while Path(f"/proc/{process}").exists():
+        time.sleep(1)
+    os._exit(1)
 
 
 # The runs -------------------------------------------------------------------------------------------------------------
@@ -242,7 +255,8 @@ def _run(cases: Sequence[Case], folder: ResultFolder, chosen: Plan, say: Callabl
         with tempfile.TemporaryDirectory(prefix="jfabench-profile-") as name:
             here = Path(name)
             job = Job(tuple(cases), chosen.device, POLICY)
-            (here / "job.json").write_text(json.dumps({"job": job.to_json(), "timeout": chosen.timeout}))
+            asked = {"job": job.to_json(), "timeout": chosen.timeout, "profiler": os.getpid()}
+            (here / "job.json").write_text(json.dumps(asked))
             log = here / "ncu.log"
             report = here / "report.ncu-rep" if chosen.keep_reports else None
             command = _command(cases, chosen, here, report)

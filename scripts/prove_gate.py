@@ -10,13 +10,14 @@ Needs a GPU of sm_90. In turns, by the code of `jfabench compare`:
 
 Both copies must be called slower in the forward, and not in the backward. The planted comparisons take short sequences:
 in long ones the card's power limit, not the kernel, may decide. OUT gets summary.json, and a table of the cases of each
-kind. No new comparison starts after `--seconds`.
+kind, whole after each comparison. None starts that would end after `--seconds` if it took as long as those of its kind
+before it; the first of a kind starts in any case until then.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
 import shutil
 import sys
@@ -29,9 +30,11 @@ from typing import Any
 import pandas as pd
 
 from jfabench import compare, interleaved
+from jfabench.folder import write_json, write_whole
 from jfabench.reports import comparison
 from jfabench.sweep import load_sweep
 from jfabench.trees import Tree
+from jfabench.workers import SweepStoppedError
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("jfabench", "kernels", "operators", "reports", "sweeps")
@@ -40,18 +43,7 @@ BLOCK = ["measure.max_seconds=0.2", "measure.warmup_seconds=0.05", "measure.min_
 SHORT = ["q_len=256", "lengths.max_len=[512,1024,2048]", "lengths.fill=0.1"]
 WHOLE = ["q_len=256", "batch=192"]  # checking takes most of the time
 COLUMNS = [
-    "run",
-    "direction",
-    "label",
-    "a_s",
-    "b_s",
-    "ratio",
-    "low",
-    "high",
-    "stage",
-    "verdict",
-    "status_a",
-    "status_b",
+    *("run", "direction", "label", "a_s", "b_s", "ratio", "low", "high", "stage", "verdict", "status_a", "status_b")
 ]
 
 WAIT = """@triton.jit
@@ -93,7 +85,9 @@ PLANTS: dict[str, Callable[[Path], None]] = {"wait": plant_wait, "stage": plant_
 
 
 def planted(kind: str, folder: Path) -> Tree:
-    """A copy of this tree that is slower."""
+    """A copy of this tree that is slower, with what tells where its packages are."""
+    (folder / kind).mkdir()
+    shutil.copy(ROOT / "pyproject.toml", folder / kind)
     for name in SOURCES:
         ignored = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / name, folder / kind / name, ignore=ignored)
@@ -129,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Does the regression gate find what it should on this GPU?")
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--times", type=int, default=5, help="comparisons of each kind (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=500, help="start nothing after these (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=500, help="end by then (default: %(default)s)")
     parser.add_argument("--only", action="append", choices=["aa", *PLANTS], help="kinds (default: all)")
     arguments = parser.parse_args()
     import torch
@@ -141,20 +135,28 @@ def main() -> None:
     began = time.monotonic()
     summaries: dict[str, Any] = {}
     tables: dict[str, list[pd.DataFrame]] = {}
+    longest: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         kinds = arguments.only or ["wait", "stage", "aa"]
         trees = {kind: planted(kind, Path(folder)) for kind in kinds if kind in PLANTS}
-        for turn in range(arguments.times):
-            for kind in kinds:
-                if time.monotonic() - began > arguments.seconds:
-                    continue
-                name = f"{kind}-{turn + 1}"
-                other = trees.get(kind, Tree("this tree", ROOT))
+        for turn, kind in itertools.product(range(arguments.times), kinds):
+            start = time.monotonic()
+            if start - began + longest.get(kind, 0.0) > arguments.seconds:
+                continue
+            name = f"{kind}-{turn + 1}"
+            other = trees.get(kind, Tree("this tree", ROOT))
+            try:
                 summaries[name], rows = compared(kind, other, Path(folder) / "out" / name)
+            except (compare.CompareError, SweepStoppedError) as error:
+                summaries[name] = {"error": str(error)}
+            else:
                 tables.setdefault(kind, []).append(rows.assign(run=name))
-                print(f"{name}: slower {summaries[name]['slower'] or 'nothing'}", flush=True)
-                (arguments.out / "summary.json").write_text(json.dumps(summaries, indent=1))
-                pd.concat(tables[kind])[COLUMNS].to_csv(arguments.out / f"{kind}.csv", index=False, float_format="%.6g")
+                text = pd.concat(tables[kind])[COLUMNS].to_csv(index=False, float_format="%.6g")
+                write_whole(arguments.out / f"{kind}.csv", text.encode())
+            longest[kind] = max(longest.get(kind, 0.0), time.monotonic() - start)
+            write_json(arguments.out / "summary.json", summaries)
+            said = summaries[name].get("error") or f"slower {summaries[name]['slower'] or 'nothing'}"
+            print(f"{name}, {longest[kind]:.0f} s: {said}", flush=True)
 
 
 if __name__ == "__main__":

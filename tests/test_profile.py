@@ -10,16 +10,18 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jfabench import cli, ncu, profile_sweep
+from jfabench import cli, measure, ncu, profile_sweep
 from jfabench.folder import ResultFolder
 from jfabench.records import Case, Measurement, Record, Work, read_records
 from jfabench.reports import derive
 from jfabench.sweep import load_sweep
+from jfabench.visit import Job
 
 DATA = Path(__file__).parent / "data"
 SMALL = ["--config", "jagged.yaml", "--device", "cpu", "--set", "lengths.max_len=32", "--set", "lengths.fill=0.5"]
@@ -53,6 +55,11 @@ if mode == "crash":
     sys.exit(127)
 if mode == "hang":
     time.sleep(60)
+if mode == "second hangs" and len(open(os.environ["FAKE_NCU_CALLS"]).readlines()) > 2:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.05)
+    sys.exit()
 if mode == "refuses" and "lts__t_bytes.sum" in words[words.index("--metrics") + 1]:
     log.write_text("==ERROR== Failed to find metric regex:^lts__t_bytes(.(sum))?$\\n")
     sys.exit(1)
@@ -122,7 +129,7 @@ def test_counters_of_one_shape_in_both_directions(
     assert {row["direction"] for row in rows} == {"fwd", "bwd"}
     assert {row["metric"] for row in rows} == {"duration_s"}
     assert {row["unit"] for row in rows} == {"s"}
-    assert {row["calls"] for row in rows} == {"3"}
+    assert {row["calls"] for row in rows} == {"1"}
     forward = [row for row in rows if row["direction"] == "fwd"]
     assert [row["launch"] for row in forward] == [str(i) for i in range(8)]
     assert float(forward[0]["value"]) == pytest.approx(4.8e-6)
@@ -130,7 +137,7 @@ def test_counters_of_one_shape_in_both_directions(
     lines = {row["direction"]: row for row in table(out / "counters_wide.csv")}
     assert set(lines) == {"fwd", "bwd"}
     total = sum(float(row["value"]) for row in forward)
-    assert float(lines["fwd"]["duration_s"]) == pytest.approx(total / 3)
+    assert float(lines["fwd"]["duration_s"]) == pytest.approx(total)
     assert lines["fwd"]["main_kernel"] == "forward_kernel"
     assert lines["bwd"]["main_kernel"] == "dkdv_kernel"
 
@@ -217,7 +224,7 @@ def test_one_sentence_says_what_to_do_and_what_was_written_stays(
     out = tmp_path / "out"
     out.mkdir()
     row = {**dict.fromkeys(profile_sweep.COLUMNS, ""), "provider": "earlier", "metric": "duration_s", "value": "1"}
-    row["calls"] = "3"
+    row["calls"] = "1"
     (out / "counters.csv").write_bytes(profile_sweep._csv(profile_sweep.COLUMNS, [row]))
     monkeypatch.setattr(profile_sweep, "GRACE", 0.1)
     fake.mode(mode)
@@ -231,6 +238,30 @@ def test_one_sentence_says_what_to_do_and_what_was_written_stays(
     assert [record.case.direction for record in records] == ["fwd", "bwd"]
     assert {record.status for record in records} == {"timeout" if mode == "hang" else "failed"}
     assert all(part in record.reason for record in records)
+
+
+def test_a_killed_run_keeps_the_shapes_that_it_had_counted(
+    fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.mode("second hangs")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # what is killed tidies nothing up
+    out = tmp_path / "out"
+    words = [*SMALL, "--set", "lengths.fill=[0.5,0.9]", "--only", "sdpa_padded", "--out", str(out)]
+    process = subprocess.Popen([sys.executable, "-m", "jfabench", "profile", *words], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(fake.runs) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    lines = table(out / "counters_wide.csv")
+    assert [(line["direction"], line["label"].split()[1]) for line in lines] == [
+        ("bwd", "fill=0.5"),
+        ("fwd", "fill=0.5"),
+    ]
+    assert len(table(out / "counters.csv")) == 24
+    assert len(read_records(out / "profile.jsonl").records) == 2
 
 
 def test_a_case_that_kills_its_worker_costs_itself_alone(
@@ -313,6 +344,42 @@ def test_what_ncu_runs_ends_with_it(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert outer.poll() is not None
+
+
+def test_what_ncu_runs_ends_with_the_process_that_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that was killed, and could end nothing itself: here a call that never returns."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "plugins"))
+    case = replace(
+        load_sweep("jagged.yaml", "cpu", settings=SMALL[5::2], only=["sdpa_padded"]).cases[0], provider="sleeps"
+    )
+    profiler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    job = Job((case,), "cpu", profile_sweep.POLICY).to_json()
+    (tmp_path / "job.json").write_text(json.dumps({"job": job, "timeout": 60.0, "profiler": profiler.pid}))
+    program = subprocess.Popen([sys.executable, "-m", "jfabench.profile_sweep", str(tmp_path)])
+    deadline = time.monotonic() + 60
+    while not children_of(program.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (worker,) = children_of(program.pid)
+    profiler.kill()
+    profiler.wait()
+    assert program.wait(20) == 1
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children_of(process: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def test_only_the_call_that_is_counted_is_made_in_a_range() -> None:
+    calls: list[str] = []
+    outcomes = measure.measure_interleaved(
+        {name: partial(calls.append, name) for name in "ab"}, measure.make_sampler("wall", "cpu"), profile_sweep.POLICY
+    )
+    assert calls == ["a", "b"]
+    assert {outcome.warmup_iterations for outcome in outcomes.values() if isinstance(outcome, Measurement)} == {0}
 
 
 # The tables -----------------------------------------------------------------------------------------------------------

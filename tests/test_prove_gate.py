@@ -1,14 +1,22 @@
-"""`scripts/prove_gate.py`, as far as it needs no GPU: what it plants is in the copy, and nowhere else."""
+"""`scripts/prove_gate.py`, as far as it needs no GPU: what it plants is in the copy, and nowhere else, and is found."""
 
 from __future__ import annotations
 
 import ast
+import csv
 import importlib.util
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fake_tree
+import pandas as pd
 import pytest
+
+from jfabench import trees
+from jfabench.compare import CompareError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,6 +42,7 @@ def changed(tree: Path) -> list[str]:
 
 def test_a_spin_at_the_end_of_the_forward(script: Any, tmp_path: Path) -> None:
     tree = script.planted("wait", tmp_path).root
+    assert trees.is_tree(tree)
     assert changed(tree) == ["kernels/attention/fwd_sm90.py"]
     functions = {
         node.name: node
@@ -48,6 +57,7 @@ def test_a_spin_at_the_end_of_the_forward(script: Any, tmp_path: Path) -> None:
 
 def test_a_slot_of_queries_fewer(script: Any, tmp_path: Path) -> None:
     tree = script.planted("stage", tmp_path).root
+    assert trees.is_tree(tree)
     assert changed(tree) == ["kernels/attention/config_sm90.py"]
     assert "q_stages: int = 1" in (tree / "kernels/attention/config_sm90.py").read_text()
 
@@ -55,3 +65,90 @@ def test_a_slot_of_queries_fewer(script: Any, tmp_path: Path) -> None:
 def test_a_source_that_has_moved_on_is_noticed(script: Any) -> None:
     with pytest.raises(ValueError, match="stands 0 times in the source"):
         script.replace_once("x = 1", "x = 2", "x = 3")
+
+
+# Whole runs, on a machine that seems to have a GPU --------------------------------------------------------------------
+
+
+@pytest.fixture
+def prove(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Runs the script with these words; returns the folder of its results."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("JFABENCH_TUNE", "0")
+
+    def run(*words: str) -> Path:
+        monkeypatch.setattr(sys, "argv", ["prove_gate.py", str(tmp_path / "out"), *words])
+        script.main()
+        return tmp_path / "out"
+
+    return run
+
+
+def test_a_planted_slow_down_is_called_slower_and_the_tree_itself_is_not(
+    script: Any, prove: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers answer at once with made-up times; all else is what runs on a GPU."""
+    monkeypatch.setattr(script, "ROOT", fake_tree.make(tmp_path / "tree", gpu="NVIDIA H200"))
+    monkeypatch.setattr(script, "SOURCES", ("jfabench", "kernels"))
+
+    def slow(tree: Path) -> None:
+        path = tree / "kernels/speed.py"
+        path.write_text(path.read_text().replace("SECONDS = {}", "SECONDS = {'tlx_jfa': 1.03e-3}"))
+
+    monkeypatch.setitem(script.PLANTS, "wait", slow)
+    out = prove("--times", "1", "--only", "wait", "--only", "aa")
+    summaries = json.loads((out / "summary.json").read_text())
+    assert list(summaries) == ["wait-1", "aa-1"]
+    assert len(summaries["wait-1"]["slower"]) == 6  # three lengths, two directions
+    assert summaries["wait-1"]["largest_change"] == pytest.approx(0.03, abs=0.005)
+    assert (summaries["aa-1"]["slower"], summaries["aa-1"]["faster"], summaries["aa-1"]["cases_not_ok"]) == ([], [], 0)
+    assert 0 < summaries["aa-1"]["floor"] < 0.01
+    with (out / "wait.csv").open(newline="") as file:
+        assert {row["verdict"] for row in csv.DictReader(file)} == {"slower"}
+    with (out / "aa.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 30
+
+
+@pytest.fixture
+def comparisons(script: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the comparisons do, one after the other: seconds that one takes, or an exception that it ends with."""
+    clock, events = [0.0], list[Any]()
+
+    def compared(kind: str, other: Any, out: Path) -> tuple[dict[str, Any], pd.DataFrame]:
+        event = events.pop(0)
+        if not isinstance(event, float):
+            raise event
+        clock[0] += event
+        return {"slower": []}, pd.DataFrame({name: [kind] for name in script.COLUMNS})
+
+    monkeypatch.setattr(script, "compared", compared)
+    monkeypatch.setattr(script.time, "monotonic", lambda: clock[0])
+    return events
+
+
+def test_what_ended_before_a_kill_is_on_disk(
+    prove: Callable[..., Path], comparisons: list[Any], tmp_path: Path
+) -> None:
+    comparisons += [10.0, 10.0, 10.0, 10.0, KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        prove()
+    out = tmp_path / "out"
+    assert list(json.loads((out / "summary.json").read_text())) == ["wait-1", "stage-1", "aa-1", "wait-2"]
+    assert [len((out / f"{kind}.csv").read_text().splitlines()) for kind in ("wait", "stage", "aa")] == [3, 2, 2]
+
+
+def test_a_comparison_that_cannot_be_made_costs_itself_alone(
+    prove: Callable[..., Path], comparisons: list[Any]
+) -> None:
+    comparisons += [CompareError("too few blocks"), 1.0, 1.0]
+    summaries = json.loads((prove("--times", "1") / "summary.json").read_text())
+    assert summaries["wait-1"] == {"error": "too few blocks"}
+    assert list(summaries) == ["wait-1", "stage-1", "aa-1"]
+
+
+def test_nothing_starts_that_would_not_end_in_time(prove: Callable[..., Path], comparisons: list[Any]) -> None:
+    comparisons += [50.0, 60.0, 100.0, 50.0, 60.0]  # another aa would end at 420, a third wait at 370
+    summaries = json.loads((prove("--times", "3", "--seconds", "350") / "summary.json").read_text())
+    assert list(summaries) == ["wait-1", "stage-1", "aa-1", "wait-2", "stage-2"]
