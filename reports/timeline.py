@@ -34,15 +34,13 @@ WORK = "work"
 
 _ARRIVALS = {"q": "Q", "k": "K", "v": "V", "dout": "dO"}
 _OTHERS = {
-    "landing": "own loads",
-    "cleared": "clearing of V",
     "turn": "a turn",
     "pair": "the other consumer",
     "stores": "stores",
     "matmul": "matmuls",
     WORK: "nothing recorded",
 }
-_SLOTS = {"matmul": 0, "turn": 1, "k": 2, "v": 3, "q": 4, "stores": 6, "dout": 7, "pair": 8, "landing": 9, "cleared": 5}
+_SLOTS = {"matmul": 0, "turn": 1, "k": 2, "v": 3, "q": 4, "stores": 6, "dout": 7, "pair": 8}
 _BUSY = palette.LINE
 
 

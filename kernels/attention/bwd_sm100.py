@@ -64,8 +64,8 @@ from triton.language.core import _aggregate as aggregate
 
 from .key_tiles import KEYS, make_queue
 from .packed import packed_fma
-from .pipeline_sm100 import LEADER, Signal, make_group_signal, make_signal
-from .ragged import Operand, Rows, make_operand
+from .pipeline_sm100 import LEADER, Operand, Signal, make_group_signal, make_operand, make_signal
+from .ragged import Rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))

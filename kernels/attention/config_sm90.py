@@ -125,7 +125,7 @@ def default(kind: Kind) -> ForwardConfig | BackwardConfig:
     """The configuration that serves where none may be timed."""
     if kind.kernel == "backward":
         fused, separate = BACKWARD
-        return fused if kind.broadcast or kind.mean_k > 1024 else separate
+        return fused if kind.broadcast or kind.mean_k > 512 else separate
     wide, short, low = FORWARD
     if kind.mean_q <= ROWS:
         return low

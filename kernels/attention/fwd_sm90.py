@@ -9,9 +9,13 @@ Roles of a program, which walks over tiles of ``CONSUMERS`` x 64 queries of one 
   which the next tile hides.
 
 A tile visits the blocks of keys that cross an edge first, from the end of the sequence backwards, then those that every
-query sees whole and that need no mask. So only the first block can hold rows of a neighbour. The recurrence is that of
-FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1); taking turns and overlapping the matmuls
-with the softmax is FlashAttention-3's scheme (Shah et al., 2024, https://arxiv.org/abs/2407.08608, section 3).
+query sees whole and that need no mask. TMA knows where a sequence ends, by :mod:`.ragged`: rows of K and V beyond are
+zeros (0 * NaN is NaN), and rows of ``O`` beyond are not stored. Q comes by a plain descriptor, and may have a
+neighbour's rows there: what they come to is not stored.
+
+The recurrence is that of FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1); taking turns and
+overlapping the matmuls with the softmax is FlashAttention-3's scheme (Shah et al., 2024,
+https://arxiv.org/abs/2407.08608, section 3).
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.language.core import _aggregate as aggregate
 
-from .blocks import clip_to_window, store_rows, visible_span
+from .blocks import clip_to_window, visible_span
 from .pipeline import Ring, make_ring, wait_stores
-from .record import LOADER, WAIT_CLEARED, WAIT_K, WAIT_MATMUL, WAIT_Q, WAIT_TURN, WAIT_V, start_watch
+from .ragged import Rows
+from .record import LOADER, WAIT_K, WAIT_MATMUL, WAIT_Q, WAIT_TURN, WAIT_V, start_watch
 from .softmax import LN2, NEG_INF, online_softmax
 from .tiles import load_tile
 from .walk import start_walk
@@ -32,7 +37,6 @@ ROWS = tl.constexpr(64)  # queries of a consumer: the rows of one warp group's m
 
 TURN = tl.constexpr(9)  # named barrier, and 10: whose turn it is to issue matmuls. Triton itself uses the first ones.
 BOTH = tl.constexpr(256)  # threads of two consumers
-NEVER = tl.constexpr(2**31 - 1)  # more keys than any sequence has
 
 
 @aggregate
@@ -43,7 +47,6 @@ class Buffers:
     k: Ring
     v: Ring
     out: tlx.buffered_tensor  # [64, D] for each consumer
-    cleared: tlx.mbarrier  # the first block of V of the next tile holds no neighbour's rows any more
 
 
 @aggregate
@@ -142,48 +145,16 @@ def _load(buffers, q, k, v, walk, window, record, GROUP: tl.constexpr, D: tl.con
         buffers.q.acquire(i, watch)
         buffers.q.load(i, q, q_start + task.first, task.head * D)
         keys = task.keys(window, BLOCK_M, BLOCK_N)
+        sequence = Rows(k_start, task.k_len)
         for j in range(keys.count()):
-            row = k_start + keys.key(j)
+            key = keys.key(j)
             buffers.k.acquire(steps, watch)
-            buffers.k.load(steps, k, row, column)
+            buffers.k.load(steps, k, key, column, sequence)
             buffers.v.acquire(steps, watch)
-            buffers.v.load(steps, v, row, column)
+            buffers.v.load(steps, v, key, column, sequence)
             steps += 1
         task, q_start, k_start = next_task, next_q_start, next_k_start
         watch = watch.next(walk)
-
-
-@triton.jit
-def _clear_chunk(tile, first, length, ROW: tl.constexpr):
-    """Zero the absent rows among 16 from ``ROW`` on: they pass through registers, of which few are free."""
-    chunk = tlx.local_slice(tile, [ROW, 0], [16, tile.shape[1]])
-    rows = tlx.local_load(chunk)
-    exists = first + ROW + tl.arange(0, 16) < length
-    # An ordinary store to a matmul's buffer makes the compiler put a fence before every matmul that reads it, also in
-    # the loop. One through the cluster's window, to this program itself, does not, and the caller has a fence.
-    tlx.remote_shmem_store(chunk, tl.where(exists[:, None], rows, tl.zeros_like(rows)), tlx.cluster_cta_rank())
-
-
-@triton.jit
-def _clear_absent(buffers, step, first, length, me):
-    """Zero the rows of a block of V, of keys from ``first`` on, that lie beyond the sequence's ``length``.
-
-    They are a neighbour's, and 0 * NaN is NaN. The consumers share the work and wait for each other at ``cleared``.
-    """
-    tile = buffers.v.tile(step, 0)
-    SHARE: tl.constexpr = tile.shape[0] // me.count
-    for chunk in tl.static_range(SHARE // 16):
-        if first + me.index * SHARE + 16 * (chunk + 1) > length:
-            _clear_chunk(tile, first, length, me.index * SHARE + 16 * chunk)
-    tlx.fence("async_shared")  # it is the program's own memory, whatever window the stores went through
-    tlx.barrier_arrive(buffers.cleared[0], 1)
-
-
-@triton.jit
-def _wait_cleared(buffers, i, watch):
-    since = watch.now()
-    tlx.barrier_wait(buffers.cleared[0], i & 1)
-    watch.waited(WAIT_CLEARED, since)
 
 
 @triton.jit
@@ -245,7 +216,6 @@ def _attend(
     me,
     record,
     D: tl.constexpr,
-    WHOLE_TILES: tl.constexpr,
     LATE: tl.constexpr,
     PEEL: tl.constexpr,
 ):
@@ -264,8 +234,6 @@ def _attend(
     me.wait_turn(watch)
     scores = _scores(buffers, 0, 0, me)
     me.pass_turn()
-    buffers.v.wait_if(some, 0, watch)
-    _clear_absent(buffers, 0, task.keys(window, BLOCK_M, BLOCK_N).key(0), task.k_len, me)
     since = watch.now()
     scores = tlx.async_dot_wait(0, scores)
     watch.waited(WAIT_MATMUL, since)
@@ -283,7 +251,6 @@ def _attend(
         if not LATE:
             p = p.to(buffers.v.tiles.type.element_ty)
         acc = tl.zeros([ROWS, D], tl.float32)
-        _wait_cleared(buffers, i, watch)
 
         bulk = 1
         if window[0] is not None or window[1] is not None:
@@ -310,15 +277,11 @@ def _attend(
         acc = tlx.async_dot(p.to(v.type.element_ty), v, acc)
         scores = _scores(buffers, i + 1, steps, me)
         me.pass_turn()
-        buffers.v.wait_if(more, steps, watch)
-        # Nothing is cleared after the last tile: the other consumer may still read what is in the slot.
-        next_len = tl.where(more, next_task.k_len, NEVER)
-        _clear_absent(buffers, steps, next_task.keys(window, BLOCK_M, BLOCK_N).key(0), next_len, me)
         since = watch.now()
         acc = tlx.async_dot_wait(1, acc)
         watch.waited(WAIT_MATMUL, since)
         buffers.v.release(steps - 1)
-        _finish(acc, peak, total, task, row, buffers.out[me.index], outputs, watch, WHOLE_TILES)
+        _finish(acc, peak, total, task, row, buffers.out[me.index], outputs, watch)
         since = watch.now()
         scores = tlx.async_dot_wait(0, scores)
         watch.waited(WAIT_MATMUL, since)
@@ -330,10 +293,9 @@ def _attend(
 
 
 @triton.jit
-def _finish(acc, peak, total, task, row, staging, outputs, watch, WHOLE_TILES: tl.constexpr):
+def _finish(acc, peak, total, task, row, staging, outputs, watch):
     """Write ``out`` and ``lse`` of a tile; rows without keys become 0 and -inf. The store is asynchronous."""
-    out_blocks, out, lse, rows, heads = outputs
-    D: tl.constexpr = acc.shape[1]
+    out, lse, rows = outputs
     total = tl.sum(total, 1)
     safe = tl.where(total == 0.0, 1.0, total)
     query = row + tl.arange(0, ROWS)
@@ -343,24 +305,16 @@ def _finish(acc, peak, total, task, row, staging, outputs, watch, WHOLE_TILES: t
     wait_stores(watch)
     tlx.local_store(staging, result)
     tlx.fence("async_shared")
-    column = task.head * D
-    whole = True
-    if not WHOLE_TILES:
-        whole = row + ROWS <= task.q_len
-    if whole:
-        tlx.async_descriptor_store(out_blocks, staging, [task.out_start + row, column])
-    else:
-        # Read back in a layout in which a thread holds neighbouring columns.
-        store_rows(out, task.out_start, row, task.q_len, column, heads * D, tlx.local_load(staging))
+    place = Rows(task.out_start, task.q_len).at(row, task.head * acc.shape[1])
+    tlx.async_descriptor_store(out, staging, place)
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "left", "right"])
 def forward_sm90_kernel(
     q,  # descriptor of [total_q or M, H * D], blocks of [64, D]
     k,  # descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]
-    v,  # likewise
-    out_blocks,  # descriptor of [rows, H * D], blocks of [64, D]
-    out,  # [rows, H, D]
+    v,  # ragged descriptor of the same
+    out,  # ragged descriptor of [rows, H * D], blocks of [64, D]
     lse,  # [H, rows] float32
     tiles,  # list of tiles of CONSUMERS * 64 queries
     rows,
@@ -377,24 +331,22 @@ def forward_sm90_kernel(
     REGISTERS: tl.constexpr,
     PINGPONG: tl.constexpr,
     ZIGZAG: tl.constexpr,
-    WHOLE_TILES: tl.constexpr,
     LATE: tl.constexpr,
     PEEL: tl.constexpr,
 ):
     """Programs: as many as are resident at once.
 
-    ``WHOLE_TILES``: every tile has all its queries. ``LATE``: P stays in float32 until the next scores have started.
-    ``PEEL``: blocks that every query sees whole are not masked.
+    ``LATE``: P stays in float32 until the next scores have started. ``PEEL``: blocks that every query sees whole are
+    not masked.
     """
     buffers = Buffers(
         make_ring(q, WAIT_Q, Q_STAGES, CONSUMERS, CONSUMERS, True),
         make_ring(k, WAIT_K, KV_STAGES, CONSUMERS, 1, True),
         make_ring(v, WAIT_V, KV_STAGES, CONSUMERS, 1, True),
         tlx.local_alloc((ROWS, D), q.dtype, CONSUMERS),
-        tlx.alloc_warp_barrier(num_barriers=1, num_warps=4, num_arrivals=CONSUMERS),
     )
     walk = start_walk(tiles, heads, ZIGZAG)
-    outputs = (out_blocks, out, lse, rows, heads)
+    outputs = (out, lse, rows)
     rules = ((left, right), scale_log2)
     with tlx.async_tasks():
         with tlx.async_task("default"):
@@ -403,4 +355,4 @@ def forward_sm90_kernel(
             # Asked for here: a function that both replicas call alike would be compiled once, with one answer.
             INDEX: tl.constexpr = tlx.async_task_replica_id()
             me = Consumer(INDEX, CONSUMERS, PINGPONG)
-            _attend(buffers, walk, outputs, rules, me, record, D, WHOLE_TILES, LATE, PEEL)
+            _attend(buffers, walk, outputs, rules, me, record, D, LATE, PEEL)

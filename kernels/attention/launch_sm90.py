@@ -20,6 +20,7 @@ from .fwd_sm90 import forward_sm90_kernel
 from .hardware import gpu_name, multiprocessors, on_device, shared_memory_limit
 from .interpret import run_kernel
 from .problem import Problem, aligned, row_blocks
+from .ragged import RAGGED_ROWS, ragged_blocks
 from .tiles import build_tiles
 from .tune import choose
 
@@ -27,6 +28,8 @@ from .tune import choose
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """``out`` ``[rows, H, D]`` and ``lse`` ``[H, rows]``."""
     q, k, v, sequences = problem.q, problem.k, problem.v, problem.sequences
+    if max(sequences.rows, sequences.total_k) > RAGGED_ROWS:
+        return launch_triton.forward(problem)
     out, lse = problem.new_outputs()
     if problem.is_empty:
         return out.zero_(), lse.fill_(-math.inf)
@@ -38,10 +41,9 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             forward_sm90_kernel,
             (programs,),
             row_blocks(q, configs.ROWS),
-            row_blocks(k, config.block_n),
-            row_blocks(v, config.block_n),
-            row_blocks(out, configs.ROWS),
-            out,
+            ragged_blocks(k, config.block_n),
+            ragged_blocks(v, config.block_n),
+            ragged_blocks(out, configs.ROWS),
             lse,
             tiles.entries,
             sequences.rows,
@@ -65,6 +67,8 @@ def backward(
     dQ is either added up in float32 by the kernel that computes dK and dV, in whatever order its programs come to it,
     or computed by a kernel of its own, the plain Triton one, which is what determinism asks for.
     """
+    if max(problem.sequences.rows, problem.sequences.total_k) > RAGGED_ROWS:
+        return launch_triton.backward(problem, out, lse, dout, need_dq=need_dq, need_dkdv=need_dkdv)
     if problem.is_empty:
         return launch_triton.no_gradients(problem, need_dq=need_dq, need_dkdv=need_dkdv)
     dout = aligned(dout)
@@ -99,17 +103,15 @@ def _key_pass(
     run_kernel(
         backward_sm90_kernel,
         (programs,),
-        row_blocks(q, rows),
-        row_blocks(k, rows),
-        row_blocks(v, rows),
-        row_blocks(dout, rows),
-        None if sums is None else row_blocks(sums, rows, rows),
-        row_blocks(dk, rows),
-        row_blocks(dv, rows),
+        ragged_blocks(q, rows),
+        ragged_blocks(k, rows),
+        ragged_blocks(v, rows),
+        ragged_blocks(dout, rows),
+        None if sums is None else ragged_blocks(sums, rows, rows),
+        ragged_blocks(dk, rows),
+        ragged_blocks(dv, rows),
         _values(lse2) if whole else lse2,
         _values(delta) if whole else delta,
-        dk,
-        dv,
         tiles.entries,
         sequences.rows,
         kv_heads,
@@ -145,7 +147,6 @@ def _compile_options(problem: Problem, config: ForwardConfig) -> dict[str, Any]:
     options: dict[str, Any] = {
         "GROUP": problem.group,
         "D": problem.head_dim,
-        "WHOLE_TILES": problem.sequences.broadcast and problem.sequences.M % config.block_m == 0,
         **{name: fields[name] for name in forward_sm90_kernel.arg_names if name in fields},
         "num_warps": 4,
         "num_stages": 1,

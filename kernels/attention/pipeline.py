@@ -65,17 +65,19 @@ class Ring:
         tlx.barrier_arrive(self.empty[count % self.depth], 1)
 
     @triton.jit
-    def load(self, count, descriptor, row, column):
-        """Producer: fill the free slot with consecutive blocks of the rows from ``row`` on, by TMA."""
+    def load(self, count, descriptor, row, column, rows=None):
+        """Producer: fill the free slot with consecutive blocks of the rows from ``row`` on, by TMA.
+
+        ``rows`` (:class:`.ragged.Rows`) goes with a ragged descriptor; then ``row`` counts in their sequence.
+        """
         slot = count % self.depth
-        ROWS: tl.constexpr = descriptor.block_shape[0]
-        COLUMNS: tl.constexpr = descriptor.block_shape[1]
+        ROWS: tl.constexpr = self.tiles.shape[0]
+        COLUMNS: tl.constexpr = self.tiles.shape[1]
         SIZE: tl.constexpr = tlx.size_of(descriptor.dtype)
         tlx.barrier_expect_bytes(self.full[slot], self.parts * ROWS * COLUMNS * SIZE)
         for part in tl.static_range(self.parts):
-            tlx.async_descriptor_load(
-                descriptor, self.tiles[slot * self.parts + part], [row + part * ROWS, column], self.full[slot]
-            )
+            place = (row + part * ROWS, column) if rows is None else rows.at(row + part * ROWS, column)
+            tlx.async_descriptor_load(descriptor, self.tiles[slot * self.parts + part], place, self.full[slot])
 
 
 @triton.jit
@@ -87,11 +89,11 @@ def make_ring(
     PARTS: tl.constexpr,
     BY_THREAD: tl.constexpr = False,
 ):
-    """A ring of tiles of the descriptor's block shape, each released by ``CONSUMERS`` warp groups.
+    """A ring of tiles of the descriptor's rows and columns, each released by ``CONSUMERS`` warp groups.
 
     With ``BY_THREAD`` every thread of a consumer arrives for itself, which spares the warp group from meeting first.
     """
-    tiles = tlx.local_alloc((descriptor.block_shape[0], descriptor.block_shape[1]), descriptor.dtype, DEPTH * PARTS)
+    tiles = tlx.local_alloc((descriptor.block_shape[-2], descriptor.block_shape[-1]), descriptor.dtype, DEPTH * PARTS)
     full = tlx.alloc_barriers(num_barriers=DEPTH, arrive_count=1)
     if BY_THREAD:
         empty = tlx.alloc_warp_barrier(num_barriers=DEPTH, num_warps=4, num_arrivals=CONSUMERS)

@@ -34,14 +34,13 @@ from triton.language.core import _aggregate as aggregate
 from .tiles import TileList
 
 ROLES = ("loader", "consumer 0", "consumer 1")
-WAITS = ("q", "k", "v", "dout", "landing", "cleared", "turn", "pair", "stores", "matmul")
+WAITS = ("q", "k", "v", "dout", "turn", "pair", "stores", "matmul")
 """What a role waits for. ``q``, ``k``, ``v``, ``dout``: a slot of this ring, the loader for a free one and a consumer
-for a full one. ``landing``: the loader, for its own load. ``cleared``: the absent rows of V to be zero. ``turn``: to
-issue matmuls. ``pair``: the other consumer. ``stores``: its own stores to have left shared memory. ``matmul``: its own
-matmuls."""
+for a full one. ``turn``: to issue matmuls. ``pair``: the other consumer. ``stores``: its own stores to have left shared
+memory. ``matmul``: its own matmuls."""
 
-WAIT_Q, WAIT_K, WAIT_V, WAIT_DOUT, WAIT_LANDING = map(tl.constexpr, range(5))
-WAIT_CLEARED, WAIT_TURN, WAIT_PAIR, WAIT_STORES, WAIT_MATMUL = map(tl.constexpr, range(5, 10))
+WAIT_Q, WAIT_K, WAIT_V, WAIT_DOUT = map(tl.constexpr, range(4))
+WAIT_TURN, WAIT_PAIR, WAIT_STORES, WAIT_MATMUL = map(tl.constexpr, range(4, 8))
 LOADER = tl.constexpr(0)  # its role; consumers follow
 _ROLES = tl.constexpr(len(ROLES))
 _FIRST_WAIT = tl.constexpr(6)

@@ -54,11 +54,11 @@ MODULES = {"forward_sm90_kernel": "fwd_sm90", "backward_sm90_kernel": "bwd_sm90"
 _SOFTMAX = ("scores", "peak", "scale_log2", "GUARDED")
 
 
-def _load_once(ring: str) -> str:
+def _load_once(ring: str, arguments: str) -> str:
     """Statements in place of ``ring.load``: the first rounds fill the ring, later ones find the old tiles there."""
     return f"""
         if {{0}} < {ring}.depth:
-            {ring}.load({{0}}, {{1}}, {{2}}, {{3}})
+            {ring}.load({arguments})
         else:
             tlx.barrier_arrive({ring}.full[{{0}} % {ring}.depth], 1)
         """
@@ -70,16 +70,14 @@ _NO_SOFTMAX = Body(
     "return tl.maximum(scores * scale_log2, -8.0), peak, tl.full([scores.shape[0]], 1.0, tl.float32)",
 )
 _NO_MASK = Body("_mask", ("scores",), "return scores")
-_NO_CLEARING = Body("_clear_absent", ("buffers",), "tlx.barrier_arrive(buffers.cleared[0], 1)")
 _NO_OUTPUT = (
     # The assembler crashes where this store is missing, so that it is never made instead: `rows` is not negative.
     Swap("_finish", "tlx.async_descriptor_store", "if rows < 0:\n    tlx.async_descriptor_store({0}, {1}, {2})"),
-    Swap("_finish", "store_rows"),
     Swap("_finish", "tl.store"),
 )
 _NO_KEYS = (
-    Swap("_load", "buffers.k.load", _load_once("buffers.k")),
-    Swap("_load", "buffers.v.load", _load_once("buffers.v")),
+    Swap("_load", "buffers.k.load", _load_once("buffers.k", "{0}, {1}, {2}, {3}")),
+    Swap("_load", "buffers.v.load", _load_once("buffers.v", "{0}, {1}, {2}, {3}, {4}")),
 )
 
 _NO_EXP2 = Swap("_probabilities", "tl.exp2", "tl.maximum({0}, -8.0)")
@@ -87,21 +85,14 @@ _NO_GUARD = (
     Swap("_probabilities", "tl.minimum", "{0}"),
     Swap("_probabilities", "_minus_infinity_if_negative", "0.0"),
 )
-_NO_ZEROING = Body(
-    "_load_rows",
-    ("ring", "n", "landed", "descriptor", "row", "column"),
-    """
-    _fetch(ring, n, ring.full[n % ring.depth], descriptor, row, column, 0)
-    return landed
-    """,
-)
 _NO_ADD = Swap("_add_dq", "tlx.async_descriptor_store")
 _NO_EXCHANGE = (
-    Swap("_step", "tlx.local_store"),
-    Swap("_step", "tlx.fence"),
-    Swap("_step", "me.meet"),
+    Swap("_step", "me.write_ds"),
+    Swap("_step", "me.announce_ds"),
+    Swap("_step", "me.await_other"),
+    Swap("_consume", "me.await_other"),
 )
-_NO_GRADIENTS = (Swap("_store_rows", "tlx.async_descriptor_store"), Swap("_store_rows", "tl.store"))
+_NO_GRADIENTS = (Swap("_store", "tlx.async_descriptor_store"),)
 
 
 def _forward(name: str, text: str, *edits: Edit) -> Switch:
@@ -131,20 +122,18 @@ SWITCHES = (
     ),
     _forward("no softmax", "scores go on as probabilities: no maximum, exponential or rescaling", _NO_SOFTMAX),
     _forward("no mask", "keys beyond the end count", _NO_MASK),
-    _forward("no clearing of V", "rows of a neighbour stay in the first block of a tile", _NO_CLEARING),
     _forward("no store of out and lse", "out is rounded and staged, and stays there", *_NO_OUTPUT),
     _forward("no loads of K and V", "the first blocks are used over and over", *_NO_KEYS),
     _forward(
         "all left out",
         "all of the above at once",
-        *(_NO_SOFTMAX, _NO_MASK, _NO_CLEARING, *_NO_OUTPUT, *_NO_KEYS),
+        *(_NO_SOFTMAX, _NO_MASK, *_NO_OUTPUT, *_NO_KEYS),
     ),
     _backward("no exponentials", "exponents go on as probabilities", _NO_EXP2),
     _backward("no mask", "keys beyond a window count, and absent keys are not guarded against", *_NO_GUARD),
-    _backward("no zeroing of rows", "rows of a neighbour stay in the operands", _NO_ZEROING),
     _backward("no addition of dQ", "dQ is computed and staged, and stays there", _NO_ADD, only=_DQ),
     _backward(
-        "no exchange of dS", "dQ is of what is in the buffers, and the consumers do not meet", *_NO_EXCHANGE, only=_DQ
+        "no exchange of dS", "dQ is of what is in the buffers, and the consumers do not wait", *_NO_EXCHANGE, only=_DQ
     ),
     Switch(
         "backward_sm90_kernel",
@@ -158,7 +147,7 @@ SWITCHES = (
     _backward(
         "all left out",
         "all of the above at once, but for the matmul of dQ",
-        *(_NO_EXP2, *_NO_GUARD, _NO_ZEROING, _NO_ADD, *_NO_EXCHANGE, *_NO_GRADIENTS),
+        *(_NO_EXP2, *_NO_GUARD, _NO_ADD, *_NO_EXCHANGE, *_NO_GRADIENTS),
         only=_DQ,
     ),
 )

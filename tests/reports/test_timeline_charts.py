@@ -29,7 +29,7 @@ RUN = {
     "unrecorded_s": 1e-3,
     "recorded_s": 1.05e-3,
 }
-WAITS = ("q", "k", "v", "dout", "landing", "cleared", "turn", "pair", "stores", "matmul")
+WAITS = ("q", "k", "v", "dout", "turn", "pair", "stores", "matmul")
 
 
 def span(sm: int, program: int, role: str, step: int, start: float, end: float, rows: int, **waits: int) -> Any:
@@ -151,7 +151,7 @@ def test_build(tmp_path: Path) -> None:
     assert "7 us, imbalance 1.556; predicted 7 us, 1.556" in written[1].read_text()
     bars = written[-1].read_text()
     assert "most for matmuls (33%)" in bars
-    assert "clearing of V" not in bars  # nobody waits for it
+    assert "own loads" not in bars  # nobody waits for it
     assert set(pd.read_csv(tmp_path / timeline.WAITS)["run"]) == {0, 1}
     trace = json.loads((tmp_path / timeline.TRACE).read_text())
     assert len({event["pid"] for event in trace["traceEvents"]}) == 4

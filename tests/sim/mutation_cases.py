@@ -171,7 +171,7 @@ SUBJECTS = [
         "fwd_sm90, broadcast, D=64, one consumer",
         "fwd",
         Case((200, 150, 37, 20, 0, 30, 10, 5), 64, head_dim=64),
-        survivors.ONE_CONSUMER,
+        survivors.FORWARD,
         consumers=1,
     ),
     our_subject(

@@ -16,13 +16,6 @@ FORWARD = {
     "wait_turn(watch)  # every pass is waited for": "nothing comes after it: it only leaves no arrival pending",
     "fence in _finish": _COMPILER_FENCE,
 }
-ONE_CONSUMER = {
-    "fence in _finish": _COMPILER_FENCE,
-    "fence in _clear_absent: tlx.fence('async_shared') <- _clear_absent(buffers, steps,": (
-        "with one consumer the fence of _finish, which comes before the matmul, serves for both"
-    ),
-    "barrier-wait in _wait_cleared": _ONE_THREAD,
-}
 _LOADER = {
     "buffers.k.acquire(r, watch)": (
         "K of tile r - 2 was last read before dO of its last step was released, for which V of tile r - 1 waited"

@@ -64,6 +64,10 @@ COMBINATIONS = [
     Combination(64, FP16, "right", 1, "part"),
     Combination(64, FP16, "none", 4, "part"),
     Combination(128, BF16, "left", 1, "whole"),
+    # What most measurements are of, and the same with tiles of a single step among others.
+    Combination(128, BF16, "none", 1, "whole"),
+    Combination(128, BF16, "none", 1, "part"),
+    Combination(64, BF16, "none", 1, "packed"),
 ]
 HEADS = {1: [(1, 1), (2, 2)], 2: [(4, 2)], 4: [(4, 1)]}
 BLOCKS_OF_M = {"whole": [128, 256], "part": [1, 17, 64, 100, 300]}
