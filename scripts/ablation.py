@@ -172,7 +172,7 @@ def forward_variants() -> list[Variant]:
 
 def backward_variants() -> list[Variant]:
     base = configs.BackwardConfig()
-    changed = [replace(base, add_dq=False), replace(base, stages=base.stages + 1)]
+    changed = [replace(base, late_dq=False), replace(base, add_dq=False), replace(base, stages=base.stages + 1)]
     backward = functools.partial(Variant, "backward")
     return [
         backward("base: zigzag schedule", base),

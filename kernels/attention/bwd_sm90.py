@@ -9,8 +9,8 @@ Roles of a program, which walks over tiles of 128 keys of one head:
 ``S^T = K Q^T`` and ``dP^T = V dO^T`` have keys as rows, so that ``P^T`` and ``dS^T`` are in registers what
 ``dV += P^T dO`` and ``dK += dS^T Q`` take as left operands. dQ sums over the keys of both consumers: they exchange
 ``dS^T`` through shared memory, and each computes one half of a step's dQ for all 128 keys, which TMA adds to global
-memory, in float32. It does so a step later, so that neither has to wait for the other. ``S^T`` of the next step, be it
-the next tile's, is computed beside the end of a step.
+memory, in float32. With ``LATE_DQ`` it does so a step later, so that neither has to wait for the other. ``S^T`` of the
+next step, be it the next tile's, is computed beside the end of a step.
 
 A step is 64 queries if D = 128, and 128 if D = 64: either way half of its dQ is a block of 64 x 64, half of the columns
 or half of the queries. The formulas are those of FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691,
@@ -20,17 +20,18 @@ https://arxiv.org/abs/2407.08608).
 Who waits for whom
 ------------------
 1. A slot of Q or dO is loaded when both consumers have released it, as they do in every step, dO before Q.
-2. K has two slots. That of a tile is released in the next tile's first step, behind the last dQ of the tile (or at the
-   end of the tile, without dQ). V has one, which is free when dO of the tile's last step is released.
+2. K has two slots. That of a tile is released behind the last dQ of the tile, with ``LATE_DQ`` in the next tile's first
+   step (or at the end of the tile, without dQ). V has one, which is free when dO of the tile's last step is released.
 3. ``dS^T`` of a consumer has two buffers. In step n it waits until the other has read that of step n - 2 (``read``),
-   and says when that of step n is complete (``written``), for which the other waits in step n + 1. For the first step's
-   sake both begin with a step -1, whose ``dS^T`` is zeros and whose dQ lies beyond all rows.
+   and says when that of step n is complete (``written``), for which the other waits in the same step, or with
+   ``LATE_DQ`` in step n + 1. For the first step's sake both then begin with a step -1, whose ``dS^T`` is zeros and
+   whose dQ lies beyond all rows.
 4. dQ, dV and dK are staged in one place. Before it writes there a consumer waits until its earlier stores were read.
 5. No wait can deadlock. Within a step a consumer waits for slots of this step, for the other's step before, and for Q,
    and at the end of a tile K, of the next. The loader fills slots in the order in which they are waited for, and each
    needs only what is released before: Q of step n that of n - 2, V of tile r the last dO of tile r - 1, and K of tile r
-   that of r - 2, which is released in the first step of tile r - 1: before the next scores if it is the only one. The
-   other never waits for a later step than its own.
+   that of r - 2, which is released at the latest in the first step of tile r - 1: before the next scores if it is the
+   only one. The other never waits for a later step than its own.
 
 No leak between neighbours
 --------------------------
@@ -193,6 +194,7 @@ class Consumer:
 
     index: tl.constexpr
     add_dq: tl.constexpr
+    late: tl.constexpr  # 1: dQ of a step comes one step later. 0: in the step itself
 
     @triton.jit
     def await_other(self, barriers, owner: tl.constexpr, count, watch):
@@ -312,7 +314,7 @@ def _add_dq(buffers, dq, half, place, me, watch):
 
 @triton.jit
 def _step(state, buffers, r, n, dq, place, step, rules, me, watch, AHEAD: tl.constexpr):
-    """Add step ``n`` of tile ``r`` to ``dk`` and ``dv``, and the step before to ``dq``, at ``place``.
+    """Add step ``n`` of tile ``r`` to ``dk`` and ``dv``, and it or the step before to ``dq``, at ``place``.
 
     ``state`` is ``S^T [64 keys, 64 queries], dk [64, D], dv [64, D]``, and returned with the next step's first ``S^T``;
     ``rules`` are the scale of scores and the window. ``AHEAD``: the next ``S^T`` is started before dQ is complete.
@@ -341,10 +343,10 @@ def _step(state, buffers, r, n, dq, place, step, rules, me, watch, AHEAD: tl.con
         ds = (p * (dp - tlx.local_load(buffers.delta[statistics])[None, :])).to(q.type.element_ty)
         if me.add_dq:
             if block == 0:
-                me.await_other(buffers.read, C, n - 1, watch)
-            me.write_ds(buffers, block, n + 1, ds)
+                me.await_other(buffers.read, C, n + me.late - 2, watch)
+            me.write_ds(buffers, block, n + me.late, ds)
             if block == BLOCKS - 1:
-                me.announce_ds(buffers, n + 1)
+                me.announce_ds(buffers, n + me.late)
                 since = watch.now()
                 dv = tlx.async_dot_wait(0, dv)
                 watch.waited(WAIT_MATMUL, since)
@@ -354,7 +356,10 @@ def _step(state, buffers, r, n, dq, place, step, rules, me, watch, AHEAD: tl.con
         if block < BLOCKS - 1:
             scores = _scores(buffers, r, n, block + 1, me)
     if me.add_dq:
-        half = _half_dq(buffers, tl.where(step.fresh, tl.maximum(r - 1, 0), r), n, me)
+        whose = r  # the tile that dQ is of
+        if me.late:
+            whose = tl.where(step.fresh, tl.maximum(r - 1, 0), r)
+        half = _half_dq(buffers, whose, n, me)
     else:
         since = watch.now()
         dv = tlx.async_dot_wait(1, dv)
@@ -371,8 +376,8 @@ def _step(state, buffers, r, n, dq, place, step, rules, me, watch, AHEAD: tl.con
         half = tlx.async_dot_wait(1 if AHEAD else 0, half)
         watch.waited(WAIT_MATMUL, since)
         tlx.barrier_arrive(buffers.read[2 * OTHER + (n & 1)], 1)
-        if step.fresh & (r > 0):
-            buffers.k.release(r - 1)
+        if (step.fresh & (r > 0)) if me.late else step.turns:
+            buffers.k.release(whose)
         if not AHEAD:
             scores = _next_scores(buffers, r, n, step, me, watch)
         _add_dq(buffers, dq, half, place, me, watch)
@@ -399,8 +404,10 @@ def _steps(state, buffers, tile, r, n, start, stop, span, column, dq, walk, rule
             turns=n + i + 1 == end,
             more=(n + i + 1 < end) | (r + 1 < walk.count),
         )
+        if me.add_dq and not me.late:
+            place = _place_of_dq(tile, first, column, buffers.q.parts, me)
         scores, dk, dv = _step((scores, dk, dv), buffers, r, n + i, dq, place, step, rules, me, watch, AHEAD)
-        if me.add_dq:
+        if me.add_dq and me.late:
             place = _place_of_dq(tile, first, column, buffers.q.parts, me)
     return scores, dk, dv, place
 
@@ -436,7 +443,7 @@ def _consume(buffers, walk, dq, outputs, sm_scale, window, GROUP: tl.constexpr, 
     n = 0
     watch = start_watch(record, LOADER_ROLE + 1 + me.index)
     place = Place(tl.cast(0, tl.int32), tl.cast(ANCHOR, tl.int32), tl.cast(0, tl.int32))
-    if me.add_dq:
+    if me.add_dq and me.late:
         zeros = tl.zeros([ROWS, ROWS], buffers.ds.dtype)
         for block in tl.static_range(buffers.q.parts):
             me.write_ds(buffers, block, 0, zeros)
@@ -462,12 +469,12 @@ def _consume(buffers, walk, dq, outputs, sm_scale, window, GROUP: tl.constexpr, 
                 state = _steps(state, buffers, tile, r, n, 0, steps, span, column, dq, walk, rules, me, watch, False)
             else:
                 ahead = steps
-                if me.add_dq and GROUP == 1:
+                if me.add_dq and me.late and GROUP == 1:
                     # The only step of a tile has to release the keys of the tile before, until which those of the next
                     # have no room.
                     ahead = tl.where(steps == 1, 0, steps)
                 state = _steps(state, buffers, tile, r, n, 0, ahead, span, column, dq, walk, rules, me, watch, True)
-                if me.add_dq and GROUP == 1:
+                if me.add_dq and me.late and GROUP == 1:
                     state = _steps(
                         state, buffers, tile, r, n, ahead, steps, span, column, dq, walk, rules, me, watch, False
                     )
@@ -477,7 +484,7 @@ def _consume(buffers, walk, dq, outputs, sm_scale, window, GROUP: tl.constexpr, 
         tile = _tile(walk, r)
         _finish(buffers, r, dk * sm_scale, dv, outputs, tile, me, watch)
         watch = watch.next(walk)
-    if me.add_dq:
+    if me.add_dq and me.late:
         me.await_other(buffers.written, 1 - me.index, n, watch)
         half = tlx.async_dot_wait(0, _half_dq(buffers, tl.maximum(walk.count - 1, 0), n, me))
         _add_dq(buffers, dq, half, place, me, watch)
@@ -526,6 +533,7 @@ def backward_sm90_kernel(
     D: tl.constexpr,
     STAGES: tl.constexpr,  # steps of queries in shared memory, at least two
     ADD_DQ: tl.constexpr,  # compute dq; without it the result does not depend on scheduling
+    LATE_DQ: tl.constexpr,  # each step's a step later
     WHOLE_QUERIES: tl.constexpr,  # every sequence's number of queries is a multiple of a step's, 8192 / D
 ):
     """A persistent program. ``dk`` and ``dv`` are complete; ``dq`` lacks the factor ``sm_scale``."""
@@ -540,5 +548,5 @@ def backward_sm90_kernel(
         with tlx.async_task(num_warps=4, registers=240, replicate=2):
             # Asked for here: a function that both replicas call alike would be compiled once, with one answer.
             INDEX: tl.constexpr = tlx.async_task_replica_id()
-            me = Consumer(INDEX, ADD_DQ)
+            me = Consumer(INDEX, ADD_DQ, 1 if LATE_DQ else 0)
             _consume(buffers, walk, dq, outputs, sm_scale, window, GROUP, me, record)

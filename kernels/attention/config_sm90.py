@@ -67,10 +67,12 @@ class BackwardConfig:
     """How the gradients are computed.
 
     dQ is added up by the kernel that computes dK and dV (``add_dq``), or computed by a pass of its own, with two more
-    matmuls. ``stages`` steps of queries are in shared memory at once.
+    matmuls. ``late_dq``: it adds that of a step a step later, which keeps the keys of a tile longer. ``stages`` steps
+    of queries are in shared memory at once.
     """
 
     add_dq: bool = True
+    late_dq: bool = True
     stages: int = 2
 
     def shared_bytes(self, head_dim: int) -> int:
@@ -97,7 +99,7 @@ FORWARD = (
     ForwardConfig(block_n=64, kv_stages=4),
     ForwardConfig(consumers=1, block_n=64, residents=2, registers=216, pingpong=False),
 )
-BACKWARD = (BackwardConfig(), BackwardConfig(add_dq=False))
+BACKWARD = (BackwardConfig(), BackwardConfig(late_dq=False), BackwardConfig(add_dq=False))
 CANDIDATES: dict[str, tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]] = {
     "forward": FORWARD,
     "backward": BACKWARD,
@@ -124,8 +126,11 @@ def fits(kernel: str, config: ForwardConfig | BackwardConfig, head_dim: int, sha
 def default(kind: Kind) -> ForwardConfig | BackwardConfig:
     """The configuration that serves where none may be timed."""
     if kind.kernel == "backward":
-        fused, separate = BACKWARD
-        return fused if kind.broadcast or kind.mean_k > 512 else separate
+        late, prompt, separate = BACKWARD
+        if not kind.broadcast and kind.mean_k <= 512:
+            return separate
+        # In tiles of one step the next keys would come too late.
+        return late if kind.mean_q > step_queries(kind.head_dim) else prompt
     wide, short, low = FORWARD
     if kind.mean_q <= ROWS:
         return low

@@ -122,6 +122,7 @@ def _key_pass(
         D=problem.head_dim,
         STAGES=config.stages,
         ADD_DQ=config.add_dq,
+        LATE_DQ=config.add_dq and config.late_dq,
         WHOLE_QUERIES=whole,
         num_warps=4,
         num_stages=1,

@@ -54,11 +54,11 @@ MODULES = {"forward_sm90_kernel": "fwd_sm90", "backward_sm90_kernel": "bwd_sm90"
 _SOFTMAX = ("scores", "peak", "scale_log2", "GUARDED")
 
 
-def _load_once(ring: str, arguments: str) -> str:
+def _load_once(ring: str) -> str:
     """Statements in place of ``ring.load``: the first rounds fill the ring, later ones find the old tiles there."""
     return f"""
         if {{0}} < {ring}.depth:
-            {ring}.load({arguments})
+            {ring}.load({{0}}, {{1}}, {{2}}, {{3}}, {{4}})
         else:
             tlx.barrier_arrive({ring}.full[{{0}} % {ring}.depth], 1)
         """
@@ -76,8 +76,8 @@ _NO_OUTPUT = (
     Swap("_finish", "tl.store"),
 )
 _NO_KEYS = (
-    Swap("_load", "buffers.k.load", _load_once("buffers.k", "{0}, {1}, {2}, {3}")),
-    Swap("_load", "buffers.v.load", _load_once("buffers.v", "{0}, {1}, {2}, {3}, {4}")),
+    Swap("_load", "buffers.k.load", _load_once("buffers.k")),
+    Swap("_load", "buffers.v.load", _load_once("buffers.v")),
 )
 
 _NO_EXP2 = Swap("_probabilities", "tl.exp2", "tl.maximum({0}, -8.0)")
