@@ -15,7 +15,7 @@ from jfabench.operator import load_operator
 from jfabench.records import Record, read_records
 from jfabench.schedule import Shape, compared, tiles
 from jfabench.schedule_run import ScheduleError
-from jfabench.tile_costs import KNOWN, Fit, Sample, calibrate
+from jfabench.tile_costs import Fit, Sample, calibrate, default_shape
 
 PROVIDER = "tlx_jfa"
 LIST_SECONDS = 10e-6
@@ -30,19 +30,25 @@ class FolderFit:
     gpu: str
     direction: str
     head_dim: int
+    queries: int
     shape: Shape
     fit: Fit
     c_given: bool
     labels: tuple[str, ...]
 
 
-def fit_folder(folder: Path, short_below: int = 512) -> list[FolderFit]:
-    """A fit for each direction and shape of tiles of which the folder has enough cases.
+Group = tuple[str, str, int, int, Shape]
+"""GPU, direction, head dimension, queries of a sequence, shape of tiles."""
 
-    Only broadcast queries without a mask count, which a call computes by one attention kernel. `short_below` is the
-    mean length below which the forward took blocks of 64 keys. Raises `ScheduleError`.
+
+def fit_folder(folder: Path) -> list[FolderFit]:
+    """A fit for each direction, number of queries and shape of tiles of which the folder has enough cases.
+
+    Only broadcast queries without a mask count, which a call computes by one attention kernel, in default
+    configurations: they must have been measured with JFABENCH_TUNE=0. What a call does beside that kernel grows with
+    the number of queries, so that each number is fitted by itself. Raises `ScheduleError`.
     """
-    groups: dict[tuple[str, int, str, Shape], list[tuple[str, Sample]]] = {}
+    groups: dict[Group, list[tuple[str, Sample]]] = {}
     for record in _records(folder):
         operator = load_operator(record.case.operator)
         params = operator.parse(record.case.params)
@@ -50,16 +56,15 @@ def fit_folder(folder: Path, short_below: int = 512) -> list[FolderFit]:
             continue
         direction = record.case.direction
         queries, keys = params.draw_lengths(record.case.seed)
-        step = 64 if direction == "bwd" or keys.mean() < short_below else 128
-        shape = next((c.shape for c in KNOWN if c.direction == direction and c.shape.step == step), None)
+        shape = default_shape(direction, params.head_dim, queries, keys, params.bounds)
         sms = record.env.get("sm_count")
-        if shape is None or params.heads != params.kv_heads or not isinstance(sms, int):
+        if params.heads != params.kv_heads or not isinstance(sms, int):
             continue
         work = tiles(queries, keys, shape, params.heads)
         weight = queries if shape.over_keys else keys
         placed = compared(work, np.ones(len(work)), weight, ["zigzag"], sms, shape.residents)[0]
         sample = Sample.of(work, placed, median_interval(record.measurement.rounds).middle)
-        key = str(record.env.get("gpu", "")), params.head_dim, direction, shape
+        key = str(record.env.get("gpu", "")), direction, params.head_dim, int(queries[0]), shape
         groups.setdefault(key, []).append((operator.label(params), sample))
     fits = list(_fits(groups))
     if not fits:
@@ -69,14 +74,14 @@ def fit_folder(folder: Path, short_below: int = 512) -> list[FolderFit]:
     return fits
 
 
-def _fits(groups: dict[tuple[str, int, str, Shape], list[tuple[str, Sample]]]) -> Iterator[FolderFit]:
-    for (gpu, head_dim, direction, shape), group in groups.items():
+def _fits(groups: dict[Group, list[tuple[str, Sample]]]) -> Iterator[FolderFit]:
+    for (gpu, direction, head_dim, M, shape), group in groups.items():
         samples = [sample for _, sample in group]
         counts = [float(sample.tiles.sum()) for sample in samples]
         alike = max(counts) < 1.1 * min(counts)
         if len(samples) >= 3:
             fit = calibrate(samples, LIST_SECONDS if alike and direction == "fwd" else None)
-            yield FolderFit(gpu, direction, head_dim, shape, fit, alike, tuple(label for label, _ in group))
+            yield FolderFit(gpu, direction, head_dim, M, shape, fit, alike, tuple(label for label, _ in group))
 
 
 def _records(folder: Path) -> Iterator[Record]:
@@ -107,9 +112,10 @@ def lines(fits: Iterable[FolderFit]) -> Iterator[str]:
         fit = found.fit
         given = " (given)" if found.c_given and found.direction == "fwd" else ""
         yield (
-            f"{found.gpu} {found.direction} D={found.head_dim}, tiles of {found.shape.tile} {side}, steps of "
-            f"{found.shape.step}: a = {fit.a * 1e6:.3f} us, b = {fit.b * 1e6:.3f} us a step, beside the kernel "
-            f"{fit.c * 1e6:.1f} us{given}; {len(found.labels)} cases, off by {fit.residual:.1%} at most"
+            f"{found.gpu} {found.direction} M={found.queries} D={found.head_dim}, tiles of {found.shape.tile} {side}, "
+            f"steps of {found.shape.step}: a = {fit.a * 1e6:.3f} us, b = {fit.b * 1e6:.3f} us a step, "
+            f"beside the kernel {fit.c * 1e6:.1f} us{given}; "
+            f"{len(found.labels)} cases, off by {fit.residual:.1%} at most"
         )
         for label, error in zip(found.labels, fit.errors, strict=True):
             yield f"  {error:+.1%}  {label}"

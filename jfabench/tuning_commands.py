@@ -94,12 +94,6 @@ def _add_schedule(command: command_line.Command) -> None:
     source.add_argument("--lengths", metavar="FILE", help="keys of each sequence: a CSV (or Parquet) file, a row each")
     command_line.add_config(source, "the shapes of a sweep file, by path or by name in sweeps/", required=False)
     source.add_argument("--calibrate", metavar="DIR", help="fit the costs of a tile to the results in this folder")
-    schedule.add_argument(
-        "--short-below",
-        type=count,
-        metavar="N",
-        help="with --calibrate: the forward took blocks of 64 keys below this mean length (default: 512)",
-    )
     schedule.add_argument("--column", metavar="NAME", help="with --lengths: the column (default: the file's only one)")
     schedule.add_argument("--q-len", type=count, metavar="M", help="with --lengths: queries (default: 256)")
     schedule.add_argument("--heads", type=count, metavar="H", help="with --lengths: heads (default: 4)")
@@ -130,7 +124,7 @@ def _multiprocessors(text: str) -> int:
 _ONLY_WITH = {
     "--lengths": ("--column", "--q-len", "--heads"),
     "--config": ("--set",),
-    "--calibrate": ("--short-below",),
+    "--calibrate": (),
 }
 _NOT_WITH_CALIBRATE = ("--direction", "--sms", "--policy", "--gpu", "--tiles", "--out")
 
@@ -159,7 +153,7 @@ def _schedule(arguments: argparse.Namespace) -> int:
     if wrong := _misplaced(arguments):
         return fail(wrong, USAGE)
     if arguments.calibrate is not None:
-        return _calibrate(Path(arguments.calibrate), arguments.short_below or 512)
+        return _calibrate(Path(arguments.calibrate))
     folder = arguments.out or Path("results/schedule")
     try:
         works = _works(arguments)
@@ -195,12 +189,12 @@ def _works(arguments: argparse.Namespace) -> list[Work]:
     return schedule_run.of_sweep(command_line.load(arguments))
 
 
-def _calibrate(folder: Path, short_below: int) -> int:
+def _calibrate(folder: Path) -> int:
     from jfabench import calibration
     from jfabench.schedule_run import ScheduleError
 
     try:
-        fits = calibration.fit_folder(folder, short_below)
+        fits = calibration.fit_folder(folder)
     except ScheduleError as error:
         return fail(error, USAGE)
     for line in calibration.lines(fits):
