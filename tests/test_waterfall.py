@@ -118,7 +118,7 @@ def test_rows_say_what_a_stage_saves_and_that_they_are_wrong(
     shipped = by_name.pop(waterfall.SHIPPED)
     assert (shipped["results"], shipped["saved"], shipped["note"]) == (waterfall.SHIPPED, "", "")
     assert float(shipped["median_s"]) == pytest.approx(4e-3, rel=1e-3)
-    assert len(by_name) == 8
+    assert len(by_name) == 7
     assert shipped["shape"] == case_columns(case)["shape"]  # joins with the other tables
     for row in by_name.values():
         assert row["results"] == waterfall.WRONG
@@ -132,7 +132,7 @@ def test_rows_say_what_a_stage_saves_and_that_they_are_wrong(
     assert "bwd N=512 fill=0.5 M=256 B=768 H=4: no dQ" in capsys.readouterr().out
     # A launch to compile, then in each round one to warm up and those that are timed.
     timed = [name for name, _, _ in launches].count("backward_sm90_kernel")
-    assert timed == 1 + 9 * (1 + 4 * (1 + waterfall.CALLS))
+    assert timed == 1 + 8 * (1 + 4 * (1 + waterfall.CALLS))
 
 
 def test_the_bars(case: Case, launches: list[Any], tmp_path: Path) -> None:

@@ -368,6 +368,7 @@ def _step(state, buffers, r, n, dq, place, step, rules, me, watch, AHEAD: tl.con
     if AHEAD:
         scores = _next_scores(buffers, r, n, step, me, watch)
     since = watch.now()
+    # dQ is two matmuls, of which this waits for the first, too.
     dk = tlx.async_dot_wait(2 if AHEAD and me.add_dq else 1, dk)
     watch.waited(WAIT_MATMUL, since)
     buffers.q.release(n)

@@ -78,12 +78,12 @@ class BackwardConfig:
     def shared_bytes(self, head_dim: int) -> int:
         """Of one program, with 1 KiB for barriers.
 
-        Two slots of K, one of V, ``stages`` of Q and dO with their row statistics, and buffers for dS and dQ, through
-        which dK and dV leave.
+        Two slots of K, one of V, ``stages`` of Q and dO with their row statistics, buffers for dS if dQ is added, and
+        those for dQ, through which dK and dV leave, too.
         """
         keys_and_values = 3 * TILE_KEYS * head_dim
         queries = 2 * self.stages * step_queries(head_dim) * head_dim
-        ds = 4 * ROWS * step_queries(head_dim)
+        ds = 4 * ROWS * step_queries(head_dim) if self.add_dq else 0
         statistics = 2 * self.stages * step_queries(head_dim)
         return 2 * (keys_and_values + queries + ds) + 4 * (2 * ROWS * ROWS + statistics) + 1024
 

@@ -312,8 +312,8 @@ def _finish(acc, peak, total, task, row, staging, outputs, watch):
 @triton.jit(do_not_specialize=["rows", "heads", "left", "right"])
 def forward_sm90_kernel(
     q,  # descriptor of [total_q or M, H * D], blocks of [64, D]
-    k,  # descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]
-    v,  # ragged descriptor of the same
+    k,  # ragged descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]
+    v,  # likewise
     out,  # ragged descriptor of [rows, H * D], blocks of [64, D]
     lse,  # [H, rows] float32
     tiles,  # list of tiles of CONSUMERS * 64 queries

@@ -157,7 +157,7 @@ def test_switches_leave_their_stage_out_of_the_machine_code(names: tuple[str, ..
     _check_forward(found["forward"])
     _check_backward(found["backward"])
     if not names:
-        assert (len(found["forward"]), len(found["backward"])) == (6, 8)
+        assert (len(found["forward"]), len(found["backward"])) == (6, 7)
 
 
 def _check_forward(forward: Variants) -> None:

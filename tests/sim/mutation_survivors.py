@@ -22,11 +22,29 @@ _LOADER = {
     ),
     "buffers.dout.acquire(n, watch)": "Q of the same step was waited for just before, and is released after dO",
 }
-BACKWARD = {**_LOADER, "named-wait in _load_dout": _ONE_THREAD}
+BACKWARD = {**_LOADER, "named-wait in _fetch_dout": _ONE_THREAD}
 BACKWARD_DQ = {
     **BACKWARD,
-    "fence in _step": _COMPILER_FENCE,
-    "dot-pending in _step: tlx.async_dot_wait(1, dv)": "half of dQ, which was issued later, has been waited for",
+    "fence in Consumer.announce_ds": _COMPILER_FENCE,
+    "dot-pending in _step: tlx.async_dot_wait(2 if AHEAD and me.add_dq else 1, dk)": (
+        "it waits for the first of the two matmuls of dQ as well, which was issued after dK's"
+    ),
+}
+BACKWARD_PROMPT_DQ = {
+    **BACKWARD_DQ,
+    "await_other(buffers.read, C, ": (
+        "what `written` waited for in the step before comes after it in the other consumer"
+    ),
+}
+BACKWARD_LATE_DQ = {
+    **BACKWARD_DQ,
+    "buffers.k.acquire(r, watch)": (
+        "a tile has four steps here: K of tile r - 2 was released in the first of tile r - 1, before Q of the second, "
+        "for which the loader waited to load the last"
+    ),
+    "await_other(buffers.written, OTHER, n, watch)": (
+        "but for the very first step: what `read` waited for in the same step comes after it in the other consumer"
+    ),
 }
 
 # Tutorials ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ SMALL = {
     "shared queries": Case(keys=(90, 0, 40), queries=64),
     "whole queries": Case(keys=(140,), queries=128, head_dim=64),
 }
-CONFIGURATIONS = {"fwd": 3, "bwd": 2}
+CONFIGURATIONS = {"fwd": 3, "bwd": 3}
 RUNS = [(direction, case, i) for direction, count in CONFIGURATIONS.items() for case in SMALL for i in range(count)]
 
 
@@ -29,7 +29,7 @@ def test_twenty_seeds_and_three_policies(direction: str, case: str, configuratio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("direction", "configuration"), [("fwd", 0), ("fwd", 1), ("fwd", 2), ("bwd", 0), ("bwd", 1)])
+@pytest.mark.parametrize(("direction", "configuration"), [(d, i) for d, n in CONFIGURATIONS.items() for i in range(n)])
 def test_larger_cases(direction: str, configuration: int, case: str) -> None:
     simulate_attention(CASES[case], direction, "sm_90", seeds=20, configuration=configuration).require_ok()
 
