@@ -107,7 +107,8 @@ def _first_line(error: Exception) -> str:
 def cost_of(work: Work, sms: int, gpu: str | None) -> TileCost:
     """Measured costs where they are those of the device that is asked about, else a model in steps."""
     shape = tile_costs.default_shape(work.direction, work.head_dim, work.queries, work.keys, work.bounds)
-    found = tile_costs.known_cost(work.direction, work.head_dim, shape, gpu)
+    queries = int(work.queries[0]) if len(set(work.queries.tolist())) == 1 else None
+    found = tile_costs.known_cost(work.direction, work.head_dim, shape, gpu, queries)
     if found is None and gpu is not None:
         have = ", ".join(dict.fromkeys(f"{c.direction} D={c.head_dim} on {c.gpu}" for c in tile_costs.KNOWN))
         raise ScheduleError(

@@ -16,6 +16,7 @@ class TileCost:
     """Seconds of a tile (`a`), of each of its steps (`b`), and of a call beside its attention kernel (`c`).
 
     `residual` is the largest relative error of the fit among the `cases` it was made from, `source` where they are.
+    `queries`: it holds for sequences of as many queries only, since all tiles of the fit had as many steps.
     """
 
     gpu: str
@@ -28,6 +29,7 @@ class TileCost:
     cases: int
     residual: float
     source: str
+    queries: int | None = None
 
     def seconds(self, work: Tiles) -> Floats:
         cost: Floats = self.a + self.b * work.steps.astype(np.float64)
@@ -35,15 +37,16 @@ class TileCost:
 
 
 _FROM = "reports/results/h200/jagged (tlx_jfa at commit d02343757cbf, M={} B=768 H=4, profiler mode)"
-_M64, _M256 = _FROM.format(64), _FROM.format(256)
+_M64, _M256, _M512 = (_FROM.format(queries) for queries in (64, 256, 512))
 _LIST = "; c is given, since every case has as many tiles: what the list of tiles takes"
-_STEPS = "; all tiles have 4 steps, so that of a and b only a + 4 b is known: a is taken to be 0"
+_STEPS = "; all tiles have M / 64 steps, so that only the sum is known: a is taken to be 0"
 
 KNOWN = (
     TileCost("NVIDIA H200", "fwd", 128, Shape(False, 128, 128), 0.796e-6, 1.610e-6, 10e-6, 9, 0.007, _M256 + _LIST),
     TileCost("NVIDIA H200", "fwd", 128, Shape(False, 128, 64), 0.980e-6, 0.872e-6, 10e-6, 6, 0.008, _M256 + _LIST),
     TileCost("NVIDIA H200", "fwd", 128, Shape(False, 64, 64, 2), 0.163e-6, 1.908e-6, 10e-6, 15, 0.048, _M64 + _LIST),
-    TileCost("NVIDIA H200", "bwd", 128, Shape(True, 128, 64), 0.0, 2.489e-6, 118.4e-6, 15, 0.019, _M256 + _STEPS),
+    TileCost("NVIDIA H200", "bwd", 128, Shape(True, 128, 64), 0.0, 2.489e-6, 118.4e-6, 15, 0.019, _M256 + _STEPS, 256),
+    TileCost("NVIDIA H200", "bwd", 128, Shape(True, 128, 64), 0.0, 2.291e-6, 196.3e-6, 15, 0.104, _M512 + _STEPS, 512),
 )
 """Fitted by `calibrate`; a test fits them again."""
 
@@ -64,10 +67,16 @@ def default_shape(direction: str, head_dim: int, queries: Ints, keys: Ints, boun
     return Shape(False, config.block_m, config.block_n, config.residents)
 
 
-def known_cost(direction: str, head_dim: int, shape: Shape, gpu: str | None = None) -> TileCost | None:
-    """What was measured of such tiles, on a GPU whose name holds `gpu` or on any; None if nothing."""
+def known_cost(
+    direction: str, head_dim: int, shape: Shape, gpu: str | None = None, queries: int | None = None
+) -> TileCost | None:
+    """What was measured of such tiles, on a GPU whose name holds `gpu` or on any; None if nothing.
+
+    `queries` is the number that each sequence has, None if they differ.
+    """
     alike = (c for c in KNOWN if (c.direction, c.head_dim, c.shape) == (direction, head_dim, shape))
-    return next((cost for cost in alike if gpu is None or gpu.lower() in cost.gpu.lower()), None)
+    there = (cost for cost in alike if gpu is None or gpu.lower() in cost.gpu.lower())
+    return next((cost for cost in there if cost.queries in (None, queries)), None)
 
 
 def model(direction: str, head_dim: int, shape: Shape) -> TileCost:

@@ -213,7 +213,8 @@ def test_the_known_costs_are_what_the_committed_results_give() -> None:
     found = {(f.gpu, f.direction, f.queries, f.shape): f for f in fits}
     assert {queries for _, _, queries, _ in found} == {64, 256, 512}
     for known in tile_costs.KNOWN:
-        fit = found[known.gpu, known.direction, 64 if known.shape.tile == 64 else 256, known.shape]
+        queries = known.queries or (64 if known.shape.tile == 64 else 256)
+        fit = found[known.gpu, known.direction, queries, known.shape]
         assert len(fit.labels) == known.cases
         values = fit.fit.a, fit.fit.b, fit.fit.c
         np.testing.assert_allclose(values, (known.a, known.b, known.c), rtol=0.01, atol=1e-9)
@@ -230,6 +231,10 @@ def test_the_model_where_nothing_is_measured() -> None:
     assert (model.gpu, model.b, model.c, model.shape) == ("", 1.0, 0.0, wide)
     assert model.a == pytest.approx(known.a / known.b)
     assert tile_costs.known_cost("fwd", 64, wide) is None
+    backward = Shape(True, 128, 64)
+    known_for = {m: tile_costs.known_cost("bwd", 128, backward, queries=m) for m in (64, 256, 512, None)}
+    assert {m: cost and cost.queries for m, cost in known_for.items()} == {64: None, 256: 256, 512: 512, None: None}
+    assert known_for[64] is None is known_for[None]
     assert tile_costs.known_cost("fwd", 128, wide, "NVIDIA B200") is None
     low = tile_costs.model("fwd", 128, Shape(False, 64, 64, 2))
     assert low.a == pytest.approx(0.980 / 0.872)  # of the first tiles with steps of 64 keys

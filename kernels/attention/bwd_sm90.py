@@ -27,11 +27,11 @@ Who waits for whom
    ``LATE_DQ`` in step n + 1. For the first step's sake both then begin with a step -1, whose ``dS^T`` is zeros and
    whose dQ lies beyond all rows.
 4. dQ, dV and dK are staged in one place. Before it writes there a consumer waits until its earlier stores were read.
-5. No wait can deadlock. Within a step a consumer waits for slots of this step, for the other's step before, and for Q,
-   and at the end of a tile K, of the next. The loader fills slots in the order in which they are waited for, and each
-   needs only what is released before: Q of step n that of n - 2, V of tile r the last dO of tile r - 1, and K of tile r
-   that of r - 2, which is released at the latest in the first step of tile r - 1: before the next scores if it is the
-   only one. The other never waits for a later step than its own.
+5. No wait can deadlock. Within a step a consumer waits for slots of this step; for dS of the other's step before or,
+   without ``LATE_DQ``, of the same, before which the other waits for earlier steps only; and for Q, and at the end of a
+   tile K, of the next. The loader fills slots in the order in which they are waited for, and each needs only what is
+   released before: Q of step n that of n - 2, V of tile r the last dO of tile r - 1, and K of tile r that of r - 2,
+   released at the latest in the first step of tile r - 1: before the next scores if it is the only one.
 
 No leak between neighbours
 --------------------------
@@ -119,17 +119,7 @@ def _tile(walk, i):
 
 
 @triton.jit
-def _fetch(ring, n, descriptor, rows, row, column, EXTRA: tl.constexpr):
-    """Start to fill a slot with ``rows`` from ``row`` on. Its barrier expects them, and ``EXTRA`` bytes."""
-    full = ring.full[n % ring.depth]
-    BYTES: tl.constexpr = ROWS * ring.tiles.shape[1] * tlx.size_of(ring.tiles.dtype)
-    tlx.barrier_expect_bytes(full, ring.parts * BYTES + EXTRA)
-    for part in tl.static_range(ring.parts):
-        tlx.async_descriptor_load(descriptor, ring.tile(n, part), rows.at(row + part * ROWS, column), full)
-
-
-@triton.jit
-def _fetch_dout(buffers, n, inputs, tile, first, head, BOUNDED: tl.constexpr):
+def _load_dout(buffers, n, inputs, tile, first, head, BOUNDED: tl.constexpr):
     """Start to fill the slot of dO, and the row statistics of its queries from ``first`` on.
 
     ``lse2`` and ``delta`` are descriptors, or with ``BOUNDED`` pointers: there a sequence may start at any row, and TMA
@@ -148,9 +138,9 @@ def _fetch_dout(buffers, n, inputs, tile, first, head, BOUNDED: tl.constexpr):
             tlx.local_store(buffers.lse2[slot * parts + part], tl.load(lse2 + at + query, mask=exists, other=INF))
             tlx.local_store(buffers.delta[slot * parts + part], tl.load(delta + at + query, mask=exists, other=0.0))
         tlx.named_barrier_wait(LOADER, 128)  # before the one arrival that stands for all
-        _fetch(buffers.dout, n, dout, outputs, first, column, 0)
+        buffers.dout.load(n, dout, first, column, outputs)
     else:
-        _fetch(buffers.dout, n, dout, outputs, first, column, 2 * 4 * parts * ROWS)
+        buffers.dout.load(n, dout, first, column, outputs, 2 * 4 * parts * ROWS)
         full = buffers.dout.full[slot]
         at = head * rows + tile.out_start + first
         for part in tl.static_range(parts):
@@ -171,26 +161,26 @@ def _load(buffers, k, v, inputs, walk, window, record, GROUP: tl.constexpr, BOUN
         keys = Rows(tile.k_start, tile.k_len)
         queries = Rows(tile.q_start, tile.q_len)
         buffers.k.acquire(r, watch)
-        _fetch(buffers.k, r, k, keys, tile.key, tile.head * D, 0)
+        buffers.k.load(r, k, tile.key, tile.head * D, keys)
         for member in tl.range(0, GROUP, disable_licm=True):
             head = tile.head * GROUP + member
             for i in tl.range(0, steps, disable_licm=True):
                 first = begin + i * STEP
                 buffers.q.acquire(n, watch)
-                _fetch(buffers.q, n, inputs[0], queries, first, head * D, 0)
+                buffers.q.load(n, inputs[0], first, head * D, queries)
                 if member + i == 0:
                     if r > 0:
                         buffers.dout.acquire(n - 1 + buffers.dout.depth, watch)  # all uses until n - 1 are released
-                    _fetch(buffers.v, r, v, keys, tile.key, tile.head * D, 0)
+                    buffers.v.load(r, v, tile.key, tile.head * D, keys)
                 buffers.dout.acquire(n, watch)
-                _fetch_dout(buffers, n, inputs, tile, first, head, BOUNDED)
+                _load_dout(buffers, n, inputs, tile, first, head, BOUNDED)
                 n += 1
         watch = watch.next(walk)
 
 
 @aggregate
 class Consumer:
-    """Which of the two consumers this is, and what is left out for it at compile time."""
+    """Which of the two consumers this is, and what it does about dQ."""
 
     index: tl.constexpr
     add_dq: tl.constexpr

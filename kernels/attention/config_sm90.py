@@ -129,8 +129,8 @@ def default(kind: Kind) -> ForwardConfig | BackwardConfig:
         late, prompt, separate = BACKWARD
         if not kind.broadcast and kind.mean_k <= 512:
             return separate
-        # In tiles of one step the next keys would come too late.
-        return late if kind.mean_q > step_queries(kind.head_dim) else prompt
+        # Late, the next keys would come too late in tiles of one step; the mean is rounded down to a power of two.
+        return late if kind.group * kind.mean_q > step_queries(kind.head_dim) else prompt
     wide, short, low = FORWARD
     if kind.mean_q <= ROWS:
         return low

@@ -65,16 +65,17 @@ class Ring:
         tlx.barrier_arrive(self.empty[count % self.depth], 1)
 
     @triton.jit
-    def load(self, count, descriptor, row, column, rows=None):
+    def load(self, count, descriptor, row, column, rows=None, EXTRA: tl.constexpr = 0):
         """Producer: fill the free slot with consecutive blocks of the rows from ``row`` on, by TMA.
 
-        ``rows`` (:class:`.ragged.Rows`) goes with a ragged descriptor; then ``row`` counts in their sequence.
+        ``rows`` (:class:`.ragged.Rows`) goes with a ragged descriptor; then ``row`` counts in their sequence. The slot
+        is full when ``EXTRA`` bytes more have come, which the caller loads.
         """
         slot = count % self.depth
         ROWS: tl.constexpr = self.tiles.shape[0]
         COLUMNS: tl.constexpr = self.tiles.shape[1]
         SIZE: tl.constexpr = tlx.size_of(descriptor.dtype)
-        tlx.barrier_expect_bytes(self.full[slot], self.parts * ROWS * COLUMNS * SIZE)
+        tlx.barrier_expect_bytes(self.full[slot], self.parts * ROWS * COLUMNS * SIZE + EXTRA)
         for part in tl.static_range(self.parts):
             place = (row + part * ROWS, column) if rows is None else rows.at(row + part * ROWS, column)
             tlx.async_descriptor_load(descriptor, self.tiles[slot * self.parts + part], place, self.full[slot])
