@@ -26,6 +26,10 @@ SHORT_FOR = {"measure": "measure.mode", "workers": "workers"}
 """Options by name, and the keys of a sweep file that they set."""
 
 
+INSTEAD_OF_A_GPU = "; use --device cpu for the small scale"
+"""How `devices.choose_device` ends why there is no GPU: of no use to a command that has no small scale."""
+
+
 class CommandError(Exception):
     """Why a command cannot go on, in one sentence, and the exit code that it ends with."""
 
@@ -189,15 +193,17 @@ def load_and_choose_device(arguments: argparse.Namespace) -> tuple[Sweep, str]:
 def load_for_hopper(arguments: argparse.Namespace, what: str, *, only: Sequence[str]) -> tuple[Sweep, str]:
     """What a command that looks into the TLX kernels for Hopper runs, and on which GPU.
 
-    `what` begins the sentence of the `CommandError` that is raised without one.
+    `what` begins the sentence of the `CommandError` that is raised without one, and that has the reason.
     """
     from jfabench.devices import choose_device
 
     sweep = load(arguments, only=only)
-    device, _ = choose_device(vars(arguments).get("device", "auto"))
+    wanted = vars(arguments).get("device", "auto")
+    device, note = choose_device("cuda" if wanted == "auto" else wanted)
     if device is None or device == "cpu":
+        reason = "--device cpu is none" if device else note.removesuffix(INSTEAD_OF_A_GPU)
         raise CommandError(
-            f"{what} the TLX kernels on a GPU of sm_90, and there is none that can be used here: "
+            f"{what} the TLX kernels on a GPU of sm_90, and there is none that can be used here ({reason}): "
             "run it on an H100 or H200 (`python -m jfabench doctor` says what is missing)",
             MACHINE,
         )

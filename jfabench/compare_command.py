@@ -25,6 +25,11 @@ examples:
   python -m jfabench compare --aa --config jagged.yaml                    the noise floor: this build against itself
 """
 
+DEFAULTS: dict[str, Any] = {"pairs": 4, "repeat": 8, "device": "auto", "timeout": 300.0}
+"""Of options that only measuring knows. Until it is known what is compared they are None, to tell which were given."""
+
+MEASURING = ("config", "only", "direction", "measure", "settings", *DEFAULTS)
+
 
 def add_command(command: command_line.Command) -> None:
     compare = command("compare", "compare two builds, or two result folders, case by case", _compare, EXAMPLES)
@@ -47,18 +52,18 @@ def add_command(command: command_line.Command) -> None:
     compare.add_argument(
         "--pairs",
         type=command_line.whole_number(2),
-        default=4,
         metavar="N",
-        help="pairs of processes for all cases (default: 4)",
+        help=f"pairs of processes for all cases (default: {DEFAULTS['pairs']})",
     )
     compare.add_argument(
         "--repeat",
         type=command_line.whole_number(0),
-        default=8,
         metavar="N",
-        help="pairs of fresh processes that decide about suspicious cases; 0: the first pairs decide (default: 8)",
+        help="pairs of fresh processes that decide about suspicious cases; 0: the first pairs decide "
+        f"(default: {DEFAULTS['repeat']})",
     )
     command_line.add_timeout(compare)
+    compare.set_defaults(**dict.fromkeys(DEFAULTS))
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -76,7 +81,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         import scipy.stats  # noqa: F401  -- better missed now than after everything was measured
 
         if not arguments.aa and all(compare.is_results(Path(side)) for side in arguments.sides):
-            if ignored := _given(arguments, ("config", "only", "direction", "measure", "settings")):
+            if ignored := _given(arguments, MEASURING):
                 return fail(f"{ignored}: result folders are compared as they are; leave it out", USAGE)
             found = compare.from_folders(*map(Path, arguments.sides))
         else:
@@ -111,7 +116,7 @@ def _kept(compare: Any, root: Path) -> str:
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> str:
     flags = {"settings": "--set"}
-    return ", ".join(flags.get(name, f"--{name}") for name in names if getattr(arguments, name))
+    return ", ".join(flags.get(name, f"--{name}") for name in names if getattr(arguments, name) not in (None, []))
 
 
 def _measured(arguments: argparse.Namespace, root: Path) -> Comparison:
@@ -120,6 +125,8 @@ def _measured(arguments: argparse.Namespace, root: Path) -> Comparison:
     from jfabench import compare, interleaved, trees
 
     _require_builds(arguments.sides)
+    left_out = {name: value for name, value in DEFAULTS.items() if getattr(arguments, name) is None}
+    arguments = argparse.Namespace(**vars(arguments) | left_out)
     if not arguments.config:
         raise compare.CompareError(
             "builds are measured: name the cases with --config, such as --config jagged.yaml (result folders, which "

@@ -1,8 +1,8 @@
 """How long to measure, and in which order: warm-up, the stopping rule, and the interleaved loop over calls.
 
-One rule serves all modes: warm up until stable, then sample in rounds until the interval of the median is narrow
-enough or a cap is reached. The interval is that of `jfabench.intervals`, which reports show, too. How a single call is
-timed is the business of `jfabench.samplers`.
+One rule serves all modes: warm up until stable, unless cold calls are wanted, then sample in rounds until the interval
+of the median is narrow enough or a cap is reached. The interval is that of `jfabench.intervals`, which reports show,
+too. How a single call is timed is the business of `jfabench.samplers`.
 """
 
 from __future__ import annotations
@@ -184,9 +184,10 @@ def measure_interleaved(
 ) -> dict[str, Outcome]:
     """Measures `calls` in turns, so that drift of clocks and temperature hits all alike.
 
-    Every call is warmed up, then sampled in rounds whose order alternates. A call leaves the loop as soon as `decide`
-    says so for its own samples; the others go on. `on_phase(name, phase)` is called before each step. All measurements
-    of the loop get the same `visit`, by default a fresh one: round `r` of any two of them ran side by side.
+    Every call is warmed up, unless `policy.warm_up` is false, then sampled in rounds whose order alternates. A call
+    leaves the loop as soon as `decide` says so for its own samples; the others go on. `on_phase(name, phase)` is called
+    before each of these steps; where nothing is warmed up, there is no phase `warmup`. All measurements of the loop get
+    the same `visit`, by default a fresh one: round `r` of any two of them ran side by side.
 
     A round that the sampler cannot time (`MeasureError`) is repeated once before its call has failed.
 
@@ -205,10 +206,12 @@ def measure_interleaved(
 
     active: dict[str, _Progress] = {}
     for name, call in calls.items():
+        if not policy.warm_up:
+            active[name] = _Progress(call, NO_WARM_UP)
+            continue
         on_phase(name, "warmup")
         try:
-            warm = warm_up(call, policy, sampler.device) if policy.warm_up else NO_WARM_UP
-            active[name] = _Progress(call, warm)
+            active[name] = _Progress(call, warm_up(call, policy, sampler.device))
         except Exception as error:
             if fail(name, error):
                 return outcomes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Mode = Literal["profiler", "events", "cudagraph", "wall"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -24,7 +24,21 @@ class MeasurePolicy(BaseModel):
         1.0, gt=0, allow_inf_nan=False, description="measured time of one case at most, in seconds"
     )
     warmup_seconds: float = Field(0.5, ge=0, allow_inf_nan=False, description="warm-up seconds of one case at most")
-    warm_up: bool = Field(True, description="false: no warm-up call at all; times are of cold calls")
+    warm_up: bool = Field(
+        default=True, description="false: no warm-up call at all, and so 0 seconds of it; times are of cold calls"
+    )
+
+    @model_validator(mode="after")
+    def _no_seconds_without_warm_up(self) -> Self:
+        """Seconds that nobody gave become 0, so that what is written of a policy can be read again."""
+        if not self.warm_up and self.warmup_seconds > 0:
+            if "warmup_seconds" in self.model_fields_set:
+                raise ValueError(
+                    f"warm_up: false and warmup_seconds: {self.warmup_seconds:g} contradict each other: set "
+                    "warmup_seconds to 0, or warm_up to true"
+                )
+            object.__setattr__(self, "warmup_seconds", 0.0)  # nobody has seen it yet
+        return self
 
     def mode_on(self, device: str) -> Mode:
         """The mode to use on `device` (`"cuda"` or `"cpu"`). Raises `ValueError` for a CUDA mode on a CPU."""

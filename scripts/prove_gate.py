@@ -2,6 +2,8 @@
 
     python scripts/prove_gate.py OUT [--times 5] [--seconds 500] [--only aa] [--only wait] [--only stage]
 
+Exit codes: 0 each comparison found what it should, and nothing else; 1 one did not, or could not be made.
+
 Needs a GPU of sm_90. In turns, by the code of `jfabench compare`:
 
 - `aa` compares this tree with itself over the jagged grid, M=256, at a quarter of the batch: nothing may be slower;
@@ -23,13 +25,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from jfabench import compare, interleaved
+from jfabench import command_line, compare, interleaved
 from jfabench.folder import write_json, write_whole
 from jfabench.reports import comparison
 from jfabench.sweep import load_sweep
@@ -119,11 +121,31 @@ def compared(kind: str, other: Tree, out: Path) -> tuple[dict[str, Any], pd.Data
     return summary, rows
 
 
-def main() -> None:
+def faults(kinds: Iterable[str], summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What speaks against the gate in the summaries of comparisons, one by name: `aa-1`, `wait-1`, `wait-2`."""
+    found = [f"{kind} was never compared, for want of time" for kind in kinds if f"{kind}-1" not in summaries]
+    for name, summary in summaries.items():
+        if "error" in summary:
+            found.append(f"{name} failed")
+            continue
+        if summary["cases_not_ok"]:
+            found.append(f"{name} has {summary['cases_not_ok']} cases that are not ok")
+        planted = not name.startswith("aa-")
+        slower = [case for case in summary["slower"] if not (planted and case.startswith("fwd "))]
+        if slower:
+            found.append(f"{name} calls {', '.join(slower)} slower")
+        if planted and len(slower) == len(summary["slower"]):
+            found.append(f"{name} calls no forward slower")
+    return found
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description="Does the regression gate find what it should on this GPU?")
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--times", type=int, default=5, help="comparisons of each kind (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=500, help="end by then (default: %(default)s)")
+    parser.add_argument(
+        "--times", type=command_line.whole_number(1), default=5, help="comparisons of each kind (default: %(default)s)"
+    )
+    parser.add_argument("--seconds", type=command_line.seconds, default=500, help="end by then (default: %(default)s)")
     parser.add_argument("--only", action="append", choices=["aa", *PLANTS], help="kinds (default: all)")
     arguments = parser.parse_args()
     import torch
@@ -137,7 +159,7 @@ def main() -> None:
     tables: dict[str, list[pd.DataFrame]] = {}
     longest: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        kinds = arguments.only or ["wait", "stage", "aa"]
+        kinds = list(dict.fromkeys(arguments.only or ["wait", "stage", "aa"]))
         trees = {kind: planted(kind, Path(folder)) for kind in kinds if kind in PLANTS}
         for turn, kind in itertools.product(range(arguments.times), kinds):
             start = time.monotonic()
@@ -157,7 +179,10 @@ def main() -> None:
             write_json(arguments.out / "summary.json", summaries)
             said = summaries[name].get("error") or f"slower {summaries[name]['slower'] or 'nothing'}"
             print(f"{name}, {longest[kind]:.0f} s: {said}", flush=True)
+    found = faults(kinds, summaries)
+    print("; ".join(found) if found else f"all {len(summaries)} comparisons found what they should, and nothing else")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

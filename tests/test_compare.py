@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -13,8 +14,8 @@ import fake_tree
 import nights
 import pytest
 
-from jfabench import compare, interleaved
-from jfabench.cli import main
+from jfabench import compare, compare_command, interleaved
+from jfabench.cli import build_parser, main
 from jfabench.compare import CompareError
 from jfabench.policy import MeasurePolicy
 from jfabench.records import Record
@@ -358,7 +359,74 @@ def test_a_full_disk_is_named_with_the_remedy(tmp_path: Path, capsys: pytest.Cap
     assert "choose another folder with --out" in capsys.readouterr().err
 
 
-def test_result_folders_are_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = side(tmp_path / "a", block())
-    assert main(["compare", str(a), str(a), "--config", "jagged.yaml", "--set", "batch=1"]) == 2
-    assert "--config, --set: result folders are compared as they are" in capsys.readouterr().err
+MEASURING = {
+    "--config": "jagged.yaml",
+    "--only": "tlx_jfa",
+    "--direction": "fwd",
+    "--measure": "wall",
+    "--device": "auto",
+    "--set": "batch=1",
+    "--pairs": "4",  # of these the default is no better than another value
+    "--repeat": "8",
+    "--timeout": "300",
+}
+
+
+def refused(folder: Path, *words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["compare", str(folder), str(folder), *words]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "value"), [*MEASURING.items(), ("--repeat", "0"), ("--config", "")])
+def test_result_folders_are_not_measured_again(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(side(tmp_path / "a", block()), option, value, capsys=capsys)
+    assert said == f"jfabench: {option}: result folders are compared as they are; leave it out\n"
+
+
+def test_all_options_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(side(tmp_path / "a", block()), "--pairs", "3", "--set", "batch=1", capsys=capsys)
+    assert said == "jfabench: --set, --pairs: result folders are compared as they are; leave it out\n"
+
+
+def options() -> dict[str, argparse.Action]:
+    parsers = next(a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return {word: option for option in parsers.choices["compare"]._actions for word in option.option_strings}
+
+
+def test_there_are_no_other_options() -> None:
+    """A new one is for measuring, or is used for result folders, too: then it stands here."""
+    assert options().keys() == MEASURING.keys() | {"--out", "--aa", "-h", "--help"}
+
+
+def test_defaults_are_those_that_the_help_names() -> None:
+    for name, value in compare_command.DEFAULTS.items():
+        assert f"(default: {value if isinstance(value, str) else format(value, 'g')})" in options()[f"--{name}"].help
+    assert (compare_command.DEFAULTS["pairs"], compare_command.DEFAULTS["repeat"]) == (
+        compare.PAIRS,
+        compare.REPEATED_PAIRS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], (4, 8, 300.0)),
+        (["--pairs", "2", "--repeat", "0", "--timeout", "7"], (2, 0, 7.0)),
+    ],
+)
+def test_builds_are_measured_as_asked(
+    words: list[str], expected: tuple[int, int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (fake_tree.make(tmp_path / name) for name in "AB")
+    asked: list[Any] = []
+
+    def measured(plan: interleaved.Plan, root: Path, *, repeated_pairs: int, **_: Any) -> Comparison:
+        asked.append((plan.pairs, repeated_pairs, plan.timeout))
+        return compare.from_blocks(("A", "B"), ([], []), paired=True)
+
+    monkeypatch.setattr(compare, "measured", measured)
+    monkeypatch.setattr("jfabench.devices.choose_device", lambda wanted: asked.append(wanted) or ("cpu", ""))
+    main(["compare", str(a), str(b), "--config", "jagged.yaml", "--out", str(tmp_path / "out"), *words])
+    assert asked == ["auto", expected]

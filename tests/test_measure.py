@@ -1,3 +1,4 @@
+import functools
 import gc
 import math
 import statistics
@@ -21,6 +22,7 @@ from jfabench.measure import (
 from jfabench.policy import MeasurePolicy
 from jfabench.records import Measurement
 from jfabench.samplers import MeasureError
+from jfabench.sweep import ConfigError, load_sweep
 
 durations = st.floats(1e-7, 10.0)
 
@@ -236,6 +238,54 @@ def test_calls_are_interleaved_and_leave_when_they_are_done():
     assert steady.warmup_iterations == 2
     assert noise.stopped_by == "iterations"
     assert 64 <= sum(map(len, noise.rounds)) < 64 + 3
+
+
+def test_cold_calls_are_neither_warmed_up_nor_said_to_be():
+    phases, made = [], {"a": 0, "b": 0}
+
+    def call(name):
+        made[name] += 1
+        return 1e-3
+
+    policy = MeasurePolicy(rounds=2, min_iterations=4, max_iterations=4, warm_up=False)
+    calls = {name: functools.partial(call, name) for name in made}
+    outcomes = measure_interleaved(calls, FakeSampler(), policy, on_phase=lambda *phase: phases.append(phase))
+    assert phases == [(name, "measure") for name in "abba"]
+    for name, outcome in outcomes.items():
+        assert (outcome.warmup_iterations, outcome.warmup_seconds) == (0, 0)
+        assert sum(map(len, outcome.rounds)) == made[name] == 4
+
+
+# The policy -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_warm_up_there_are_no_seconds_of_it():
+    policy = MeasurePolicy(warm_up=False)
+    assert policy.warmup_seconds == 0
+    assert MeasurePolicy.model_validate_json(policy.model_dump_json()) == policy  # as workers get it
+    assert MeasurePolicy(warm_up=False, warmup_seconds=0) == policy
+    assert MeasurePolicy(warm_up=True).warmup_seconds == MeasurePolicy().warmup_seconds == 0.5
+    assert MeasurePolicy(warmup_seconds=0).warm_up
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1e-3, 7])  # the default given is given, too
+def test_seconds_of_no_warm_up_are_refused(seconds):
+    with pytest.raises(ValueError, match=f"warm_up: false and warmup_seconds: {seconds:g} contradict each other"):
+        MeasurePolicy(warm_up=False, warmup_seconds=seconds)
+
+
+def test_in_a_sweep_file_they_are_refused_in_one_sentence():
+    with pytest.raises(ConfigError) as raised:
+        load_sweep("jagged.yaml", settings=["measure.warm_up=false"])
+    sentence = (
+        "warm_up: false and warmup_seconds: 0.2 contradict each other: set warmup_seconds to 0, or warm_up to true"
+    )
+    assert str(raised.value).endswith(f"`measure`: {sentence}")
+    settings = ["measure.warm_up=false", "measure.warmup_seconds=0"]
+    assert not load_sweep("jagged.yaml", settings=settings).config.measure.warm_up
+
+
+# Failures -------------------------------------------------------------------------------------------------------------
 
 
 def failing_after(calls, error):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+
+from jfabench.kernels.attention.api import HEAD_DIMS
 
 from . import fakes
 from .host import simulate_calls
@@ -22,12 +25,17 @@ from .scheduler import POLICIES, Policy
 
 PACKAGE = "jfabench.kernels.attention"
 KERNELS = {"fwd": "forward", "bwd": "backward"}  # what the names of modules and kernels begin with
+MOST_VALUES = 2**27  # of inputs and scores: half a GiB in float32, far more than anyone would wait for
 TOLERANCE = 0.02  # absolute and relative: bfloat16 has 8 bits, and P, dS and the results are rounded to it
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem: keys of each sequence; as many queries, or ``queries`` that all sequences share."""
+    """A problem: keys of each sequence; as many queries, or ``queries`` that all sequences share.
+
+    Raises:
+        ValueError: a value that no problem has, or one too large to be simulated; the message names the field.
+    """
 
     keys: tuple[int, ...]
     queries: int | None = None
@@ -37,22 +45,72 @@ class Case:
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
 
+    def __post_init__(self) -> None:
+        keys = f"keys={':'.join(map(str, self.keys))}"
+        if min(self.keys, default=0) < 0:
+            raise ValueError(f"{keys}: expected numbers of at least 0")
+        if sum(self.keys) == 0:
+            raise ValueError(f"{keys}: expected a key at least, for without any no kernel is launched")
+        for name in ("queries", "heads", "kv_heads"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name}={count}: expected at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads}: expected a multiple of kv_heads={self.kv_heads}")
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"D={self.head_dim}: expected {' or '.join(map(str, HEAD_DIMS))}")
+        if min(self.window) < -1:
+            raise ValueError(f"window={self.window[0]}:{self.window[1]}: expected -1 (no bound) or more on each side")
+        queries = self.keys if self.queries is None else (self.queries,) * len(self.keys)
+        values = sum(q * k + self.head_dim * (q + k) for q, k in zip(queries, self.keys, strict=True)) * self.heads
+        if values > MOST_VALUES:
+            raise ValueError(
+                f"keys, queries, heads: {values:,} scores and elements of q, k and v are more than the {MOST_VALUES:,} "
+                "that can be simulated: take fewer or shorter sequences"
+            )
+
     @classmethod
     def parse(cls, text: str) -> Case:
-        """One of :data:`CASES`, or fields: ``keys=100:37,queries=64,heads=4,kv_heads=2,D=64,causal,window=3:5``."""
+        """One of :data:`CASES`, or fields: ``keys=100:37,queries=64,heads=4,kv_heads=2,D=64,causal,window=3:5``.
+
+        Raises ValueError with the field that is not valid.
+        """
         if text in CASES:
             return CASES[text]
         values: dict[str, Any] = {}
         for word in text.split(","):
-            name, _, value = word.partition("=")
-            name = {"D": "head_dim"}.get(name, name)
-            if name not in cls.__dataclass_fields__:
-                raise ValueError(f"{word!r} is neither a case ({', '.join(CASES)}) nor one of its fields")
-            if not all(part.lstrip("-").isdigit() for part in value.split(":")) if value else name != "causal":
-                raise ValueError(f"{word!r}: expected numbers, such as keys=100:37, D=64, window=3:5")
-            numbers = tuple(int(part) for part in value.split(":")) if value else ()
-            values[name] = True if name == "causal" else numbers if name in ("keys", "window") else numbers[0]
+            name, value = _field(word)
+            if name in values:
+                raise ValueError(f"{word!r}: this field stands twice in {text!r}; give it once")
+            values[name] = value
+        if "keys" not in values:
+            raise ValueError(f"{text!r} lacks the keys of each sequence: add them, such as keys=100:37")
         return cls(**values)
+
+
+def _field(word: str) -> tuple[str, Any]:
+    """A field of a case and its value: ``keys=100:37``. Raises ValueError."""
+    name, equals, value = word.partition("=")
+    name = {"D": "head_dim"}.get(name, name)
+    if name not in Case.__dataclass_fields__:
+        raise ValueError(f"{word!r} is neither a case ({', '.join(CASES)}) nor one of its fields")
+    if name == "causal":
+        if equals:
+            raise ValueError(f"{word!r}: causal takes no value; leave it out where all keys are seen")
+        return name, True
+    numbers = value.split(":")
+    if not all(re.fullmatch("-?[0-9]{1,9}", number) for number in numbers):
+        raise ValueError(f"{word!r}: expected numbers, such as keys=100:37, D=64, window=3:5")
+    found = tuple(map(int, numbers))
+    if name == "keys":
+        return name, found
+    if name == "window":
+        if len(found) != 2:
+            raise ValueError(f"{word!r}: expected two numbers, to the left and to the right, such as window=3:5")
+        return name, found
+    if len(found) != 1:
+        raise ValueError(f"{word!r}: expected one number; only keys and window have several")
+    return name, found[0]
 
 
 CASES = {
@@ -79,13 +137,13 @@ def simulate_attention(
     """Run one direction of the public attention function under every seed and policy, and compare with the oracle.
 
     Only the kernel of that direction gets an adversarial schedule. ``configuration`` is one of its configurations by
-    number. ``options`` go to :func:`.host.simulated_gpu`.
+    number, for which see :func:`numbered`. ``options`` go to :func:`.host.simulated_gpu`.
     """
     inputs, expected = problem(case, direction)
     prefix = KERNELS[direction]
 
     def choose(kind: Any, usable: tuple[Any, ...]) -> Any:
-        return usable[configuration % len(usable)] if kind.kernel == prefix else usable[0]
+        return numbered(usable, configuration) if kind.kernel == prefix else usable[0]
 
     def check() -> None:
         found = attention(case, inputs, direction)
@@ -105,16 +163,23 @@ def simulate_attention(
     )
 
 
+def numbered(usable: Sequence[Any], number: int) -> Any:
+    """The kernel's configuration of this number, among those that serve the case. Raises ValueError with the range."""
+    if not 0 <= number < len(usable):
+        raise ValueError(f"configuration {number}: for this case the kernel has those from 0 to {len(usable) - 1}")
+    return usable[number]
+
+
 def problem(case: Case, direction: str) -> tuple[list[Tensor], Sequence[Tensor]]:
     """``q, k, v, dout`` in bfloat16 and what should come out of them: ``[out]``, or ``[dq, dk, dv]``, in float32."""
     generator = torch.Generator().manual_seed(0)
     total = sum(case.keys)
-    rows = case.queries * len(case.keys) if case.queries else total
+    rows = total if case.queries is None else case.queries * len(case.keys)
 
     def values(count: int, heads: int) -> Tensor:
         return torch.randn(count, heads, case.head_dim, generator=generator).bfloat16()
 
-    q = values(case.queries or total, case.heads)
+    q = values(total if case.queries is None else case.queries, case.heads)
     inputs = [q, values(total, case.kv_heads), values(total, case.kv_heads), values(rows, case.heads)]
     exact = [tensor.float().requires_grad_() for tensor in inputs[:3]]
     out = oracle(case, *exact)
@@ -129,7 +194,7 @@ def oracle(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     outputs = []
     left, right = case.window[0], 0 if case.causal else case.window[1]
     for start, end in itertools.pairwise(ends):
-        queries = q if case.queries else q[start:end]
+        queries = q[start:end] if case.queries is None else q
         keys, values = (x[start:end].repeat_interleave(case.heads // case.kv_heads, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * case.head_dim**-0.5
         position = torch.arange(len(queries))[:, None] + len(keys) - len(queries)

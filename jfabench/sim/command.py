@@ -59,7 +59,11 @@ def add_command(command: command_line.Command) -> None:
         "--arch", metavar="ARCH", help="such as sm_90, sm_100 (default: by the module's name, or sm_90)"
     )
     simulate.add_argument(
-        "--configuration", type=int, default=0, metavar="N", help="which configuration of the kernel (default: 0)"
+        "--configuration",
+        type=command_line.whole_number(0),
+        default=0,
+        metavar="N",
+        help="which configuration of the kernel (default: 0)",
     )
     simulate.add_argument("--barriers", action="store_true", help="print how each barrier was used")
     simulate.add_argument("--json", metavar="FILE", help="write the report there, too")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -63,10 +65,11 @@ def is_kernel(found: Any) -> bool:
 
 def _of_file(path: Path) -> ModuleType:
     """The module in a file; if it is loaded already, that one, so that a test and its kernel are of the same."""
-    known = sys.modules.get(path.stem)
-    if known is not None and _is_same_file(getattr(known, "__file__", None), path):
-        return known
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    for name in (path.stem, _private_name(path)):
+        known = sys.modules.get(name)
+        if known is not None and _is_same_file(getattr(known, "__file__", None), path):
+            return known
+    spec = importlib.util.spec_from_file_location(_private_name(path) if _is_taken(path) else path.stem, path)
     if spec is None or spec.loader is None or not path.exists():
         raise TargetError(f"{path}: there is no such file")
     module = importlib.util.module_from_spec(spec)
@@ -77,9 +80,22 @@ def _of_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[spec.name]
+        sys.modules.pop(spec.name, None)  # it may have gone by its own doing
         raise
     return module
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether another module has the file's name, loaded or to be imported: what imports that must not get the file."""
+    if path.stem in sys.modules or path.stem in sys.stdlib_module_names:
+        return True
+    other = importlib.machinery.PathFinder.find_spec(path.stem)
+    return other is not None and not _is_same_file(other.origin, path)
+
+
+def _private_name(path: Path) -> str:
+    """A name for the module in a file that no other module has."""
+    return f"_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
 
 
 def _is_same_file(known: str | None, path: Path) -> bool:

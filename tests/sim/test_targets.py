@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,57 @@ def test_a_file_is_loaded_once(tmp_path: Path) -> None:
     target = write(tmp_path, "")
     kernel = targets.find(target.replace(":check", ":kernel"))
     assert targets.function(target).__globals__["kernel"] is kernel  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """One that modules are imported from, and one that is not. Everything that a test loads is forgotten."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(here)])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return here, there
+
+
+@pytest.mark.parametrize("name", ["json", "wave", "time", "torch", "imported", "found", "pytest", "conftest"])
+def test_a_file_with_another_modules_name(name: str, folders: tuple[Path, Path]) -> None:
+    """Of the standard library, loaded, not yet or built in; installed; one's own, loaded or not."""
+    here, there = folders
+    for own in ("imported", "found"):
+        (here / f"{own}.py").write_text("")
+    importlib.import_module("imported")
+    sys.modules.pop("wave", None)
+    (there / f"{name}.py").write_text(HEAD)
+    kept = dict(sys.modules)
+    assert main(["simulate", f"{there / name}.py:check", "--seeds", "1", "--policy", "early"]) == 0
+    kernel = targets.find(f"{there / name}.py:kernel")
+    assert targets.function(f"{there / name}.py:check").__globals__["kernel"] is kernel  # type: ignore[attr-defined]
+    assert {loaded: sys.modules[loaded] for loaded in kept} == kept
+    assert getattr(importlib.import_module(name), "__file__", "") != str(there / f"{name}.py")
+
+
+def test_two_files_of_one_name(folders: tuple[Path, Path]) -> None:
+    for folder in folders:
+        (folder / "twice.py").write_text(f"def check(): return {folder.name!r}\n")
+    for _ in range(2):
+        assert [targets.find(f"{folder / 'twice.py'}:check")() for folder in folders] == ["here", "there"]
+    assert importlib.import_module("twice").check() == "here"
+
+
+@pytest.mark.parametrize("name", ["json", "imported", "new"])
+@pytest.mark.parametrize("mistake", ["1 / 0", "import sys; del sys.modules[__name__]; 1 / 0"])
+def test_a_file_that_cannot_be_loaded_takes_no_module_with_it(
+    name: str, mistake: str, folders: tuple[Path, Path]
+) -> None:
+    here, there = folders
+    (here / "imported.py").write_text("")
+    importlib.import_module("imported")
+    (there / f"{name}.py").write_text(mistake)
+    kept = dict(sys.modules)
+    with pytest.raises(TargetError, match="ZeroDivisionError"):
+        targets.find(f"{there / name}.py:check")
+    assert sys.modules == kept
 
 
 def test_built_in_functions_have_no_place() -> None:
