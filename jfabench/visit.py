@@ -31,10 +31,12 @@ class Job:
     policy: MeasurePolicy
 
     def to_json(self) -> dict[str, Any]:
+        # A worker of an older revision refuses fields that it does not know, unless they are left out.
+        newer = {"warm_up"} if self.policy.warm_up else set()
         return {
             "cases": [case.to_json() for case in self.cases],
             "device": self.device,
-            "policy": self.policy.model_dump(),
+            "policy": self.policy.model_dump(exclude=newer),
             "asked": 0.0,  # workers of older revisions read it, and ignore 0
         }
 

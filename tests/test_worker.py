@@ -70,6 +70,13 @@ def test_settings_that_a_provider_changes_are_put_back_and_named() -> None:
     assert restore_torch_settings(before) == ""
 
 
+def test_a_worker_of_an_older_revision_gets_only_policies_that_it_knows() -> None:
+    known = {"mode", "target", "rounds", "min_iterations", "max_iterations", "max_seconds", "warmup_seconds"}
+    assert set(Job((), "cuda", MeasurePolicy(target=0.5)).to_json()["policy"]) == known  # type: ignore[call-arg]
+    cold = MeasurePolicy(warm_up=False)  # type: ignore[call-arg]
+    assert Job.from_json(Job((), "cuda", cold).to_json()).policy == cold
+
+
 def test_a_job_survives_its_json() -> None:
     job = Job((Case("op", "p", "bwd", {"n": 1}, 3),), "cuda:1", MeasurePolicy(target=0.5))  # type: ignore[call-arg]
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
