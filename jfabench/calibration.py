@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
-import tempfile
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from jfabench.folder import ResultFolder
 from jfabench.intervals import median_interval
 from jfabench.operator import load_operator
 from jfabench.records import Record, read_records
 from jfabench.schedule import Shape, compared, tiles
-from jfabench.schedule_run import ScheduleError
+from jfabench.schedule_run import ScheduleError, first_line
 from jfabench.tile_costs import Fit, Sample, calibrate, default_shape
 
 PROVIDER = "tlx_jfa"
@@ -46,32 +46,56 @@ def fit_folder(folder: Path) -> list[FolderFit]:
 
     Only broadcast queries without a mask count, which a call computes by one attention kernel, in default
     configurations: they must have been measured with JFABENCH_TUNE=0. What a call does beside that kernel grows with
-    the number of queries, so that each number is fitted by itself. Raises `ScheduleError`.
+    the number of queries, so that each number is fitted by itself. Raises `ScheduleError`, which names the folder.
     """
     groups: dict[Group, list[tuple[str, Sample]]] = {}
     for record in _records(folder):
-        operator = load_operator(record.case.operator)
-        params = operator.parse(record.case.params)
-        if not params.broadcast_q or params.bounds != (-1, -1) or record.measurement is None:
-            continue
-        direction = record.case.direction
-        queries, keys = params.draw_lengths(record.case.seed)
-        shape = default_shape(direction, params.head_dim, queries, keys, params.bounds)
-        sms = record.env.get("sm_count")
-        if params.heads != params.kv_heads or not isinstance(sms, int):
-            continue
-        work = tiles(queries, keys, shape, params.heads)
-        weight = queries if shape.over_keys else keys
-        placed = compared(work, np.ones(len(work)), weight, ["zigzag"], sms, shape.residents)[0]
-        sample = Sample.of(work, placed, median_interval(record.measurement.rounds).middle)
-        key = str(record.env.get("gpu", "")), direction, params.head_dim, int(queries[0]), shape
-        groups.setdefault(key, []).append((operator.label(params), sample))
-    fits = list(_fits(groups))
+        try:
+            found = _sample(record)
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            case = f"{record.case.direction} {record.inputs.get('label', '')}".strip()
+            raise ScheduleError(
+                f"{folder}: the record of {PROVIDER} {case} cannot be used ({first_line(error)}); name a result folder "
+                "that `sweep` wrote"
+            ) from error
+        if found is not None:
+            group, label, sample = found
+            groups.setdefault(group, []).append((label, sample))
+    try:
+        fits = list(_fits(groups))
+    except ValueError as error:
+        raise ScheduleError(f"{folder}: {error}") from error
     if not fits:
         raise ScheduleError(
             f"{folder}: needs at least 3 measured cases of {PROVIDER} with broadcast queries and no mask, on a GPU"
         )
     return fits
+
+
+def _sample(record: Record) -> tuple[Group, str, Sample] | None:
+    """What a record says of the costs of tiles, with its group and its label; None for a case that does not count.
+
+    Whatever a foreign or damaged record makes of it is raised.
+    """
+    operator = load_operator(record.case.operator)
+    params = operator.parse(record.case.params)
+    sms = record.env.get("sm_count")  # none on a CPU
+    counts = params.broadcast_q and params.bounds == (-1, -1) and params.heads == params.kv_heads
+    if not counts or record.measurement is None or sms is None:
+        return None
+    if type(sms) is not int or sms < 1:
+        raise ValueError(f"sm_count {sms!r} is no number of multiprocessors")
+    seconds = median_interval(record.measurement.rounds).middle
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"a time of {seconds:g} s")
+    direction = record.case.direction
+    queries, keys = params.draw_lengths(record.case.seed)
+    shape = default_shape(direction, params.head_dim, queries, keys, params.bounds)
+    work = tiles(queries, keys, shape, params.heads)
+    weight = queries if shape.over_keys else keys
+    placed = compared(work, np.ones(len(work)), weight, ["zigzag"], sms, shape.residents)[0]
+    group = str(record.env.get("gpu", "")), direction, params.head_dim, int(queries[0]), shape
+    return group, operator.label(params), Sample.of(work, placed, seconds)
 
 
 def _fits(groups: dict[Group, list[tuple[str, Sample]]]) -> Iterator[FolderFit]:
@@ -85,16 +109,9 @@ def _fits(groups: dict[Group, list[tuple[str, Sample]]]) -> Iterator[FolderFit]:
 
 
 def _records(folder: Path) -> Iterator[Record]:
-    """Right results of our own kernels, of `records.jsonl` or a packed one."""
-    plain, packed = folder / "records.jsonl", folder / "records.jsonl.gz"
+    """Right results of our own kernels."""
     try:
-        if plain.exists():
-            found = read_records(plain).records
-        else:
-            with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
-                file.write(gzip.decompress(packed.read_bytes()))
-                file.flush()
-                found = read_records(Path(file.name)).records
+        found = read_records(ResultFolder(folder).stored).records
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ScheduleError(

@@ -66,7 +66,17 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the nearest valid choice when a word is misspelt."""
+    """Names the nearest valid choice when a word is misspelt, and refuses blank values."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raises `CommandError` for a blank value: an empty variable of a script, which would mean "not given"."""
+        found, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            value = getattr(found, action.dest, None)
+            if any(isinstance(word, str) and not word.strip() for word in _as_list(value)):
+                name = action.option_strings[-1] if action.option_strings else action.metavar
+                raise CommandError(f"{name} was given a blank value (is a variable empty?): name one", USAGE)
+        return found, rest
 
     def error(self, message: str) -> Any:
         import difflib
@@ -78,6 +88,10 @@ class _Parser(argparse.ArgumentParser):
                 message += f" (did you mean {close[0]!r}?)"
                 break
         super().error(message)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -249,7 +263,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
         code = INTERRUPTED
     if told := overhead_sentence(records, workers.startup_seconds):
         print(told)
-    written = _write_report([folder], folder)
+    again = f"The records are safe: make room, then `jfabench report {shlex.quote(str(folder.root))}`"
+    written = _write_report([folder], folder, again)
     return code or written or _verdict(records)
 
 
@@ -316,9 +331,14 @@ def _print_cases(sweep: Sweep) -> None:
 def _profile(arguments: argparse.Namespace) -> int:
     from jfabench import doctor, profile_sweep
 
-    device, note = command_line.usable_device(arguments.device)
-    if device == "cpu" and arguments.device != "cpu" and not arguments.dry_run:
-        return fail("no NVIDIA GPU that can be used here, and only GPUs have these counters (see `doctor`)", MACHINE)
+    try:
+        device, note = command_line.usable_device(arguments.device)
+        if device == "cpu" and arguments.device != "cpu" and not arguments.dry_run:
+            why = "no NVIDIA GPU that can be used here, and only GPUs have these counters (see `doctor`)"
+            raise CommandError(why, MACHINE)
+    except CommandError:
+        command_line.load(arguments)  # what is wrong with the file comes first: it can be mended here
+        raise
     sweep = command_line.load_for(arguments, device)
     if note:
         print(note)
@@ -357,20 +377,24 @@ def _report(arguments: argparse.Namespace) -> int:
 
     folders = [ResultFolder(Path(name)) for name in arguments.folders]
     for folder in folders:
-        if not folder.records.exists():
+        if not folder.stored.exists():
             return fail(f"{folder.root}: no records.jsonl here; name a folder that `jfabench sweep` wrote", USAGE)
-    return _write_report(folders, ResultFolder(arguments.out) if arguments.out else folders[0])
+    target = ResultFolder(arguments.out) if arguments.out else folders[0]
+    return _write_report(folders, target, "Make room, or name another folder with --out")
 
 
-def _write_report(folders: Sequence[ResultFolder], target: ResultFolder) -> int:
+def _write_report(folders: Sequence[ResultFolder], target: ResultFolder, remedy: str) -> int:
+    """`remedy` is told where the target cannot be written."""
     from jfabench.reports import html, terminal
 
-    if not any(folder.records.exists() for folder in folders):
+    if not any(folder.stored.exists() for folder in folders):
         return OK
     try:
         built = html.build(folders, target)
-    except (OSError, ValueError) as error:
-        return fail(f"the report could not be written: {error}. The records are safe; try `jfabench report`", MACHINE)
+    except OSError as error:
+        return fail(f"the report could not be written: {error}. {remedy}", MACHINE)
+    except ValueError as error:  # says itself what to do
+        return fail(f"the report could not be written: {error}", MACHINE)
     terminal.show(built)
     print(f"results: {target.table}")
     print(f"report:  {_shown(target.report)}")
@@ -452,13 +476,21 @@ def _ceilings(arguments: argparse.Namespace) -> int:
     for dtype, rate in measured.flops.items():
         print(f"{measured.device}: {dtype} matrix product {rate / 1e12:,.2f} TFLOP/s")
     print(f"{measured.device}: copy {measured.bytes / 1e9:,.1f} GB/s (read + written)")
+    code = OK
     try:
-        if arguments.out:
-            write_json(ResultFolder(arguments.out).ceilings, measured.to_json())
         print(f"stored in {ceilings.store(measured)}; reports of this device use them for the roofline")
     except OSError as error:
-        return fail(f"they could not be stored for later reports: {error}", MACHINE)
-    return OK
+        code = fail(
+            f"they could not be stored for later reports ({error}): name a folder that can be written as "
+            "XDG_CACHE_HOME",
+            MACHINE,
+        )
+    if arguments.out:
+        try:
+            write_json(ResultFolder(arguments.out).ceilings, measured.to_json())
+        except OSError as error:
+            code = fail(f"--out {arguments.out} cannot be used ({error}): name another folder, or make room", MACHINE)
+    return code
 
 
 # inspect -------------------------------------------------------------------------------------------------------------

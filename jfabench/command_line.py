@@ -158,14 +158,22 @@ def load(arguments: argparse.Namespace, scale: Scale = "full", *, only: Sequence
         raise CommandError(error, USAGE) from None
 
 
+def _chosen_device(wanted: str) -> tuple[str | None, str]:
+    """`devices.choose_device`; raises `CommandError` for what names no device."""
+    from jfabench.devices import choose_device
+
+    try:
+        return choose_device(wanted)
+    except ValueError as error:
+        raise CommandError(error, USAGE) from None
+
+
 def usable_device(wanted: str) -> tuple[str, str]:
     """The device that `--device` means here, and what people should know about it.
 
     Raises `CommandError` with the reason where it cannot be used.
     """
-    from jfabench.devices import choose_device
-
-    device, note = choose_device(wanted)
+    device, note = _chosen_device(wanted)
     if device is None:
         raise CommandError(note, MACHINE)
     return device, note
@@ -195,11 +203,9 @@ def load_for_hopper(arguments: argparse.Namespace, what: str, *, only: Sequence[
 
     `what` begins the sentence of the `CommandError` that is raised without one, and that has the reason.
     """
-    from jfabench.devices import choose_device
-
     sweep = load(arguments, only=only)
     wanted = vars(arguments).get("device", "auto")
-    device, note = choose_device("cuda" if wanted == "auto" else wanted)
+    device, note = _chosen_device("cuda" if wanted == "auto" else wanted)
     if device is None or device == "cpu":
         reason = "--device cpu is none" if device else note.removesuffix(INSTEAD_OF_A_GPU)
         raise CommandError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -32,6 +33,7 @@ PAIRS, REPEATED_PAIRS = 4, 8
 
 _COUNTER_CHANGE = 0.02
 _ERROR_CHANGE = 1.5
+_MOST_REASONS = 4
 
 
 class CompareError(ValueError):
@@ -49,7 +51,7 @@ def is_results(path: Path) -> bool:
 def read_side(path: Path) -> list[Block]:
     """The blocks of one build: of a result folder, or of each one below `path`, in the order of their names.
 
-    Raises `CompareError` where there is none, or one is of a newer schema.
+    Raises `CompareError` where there is none, or one is damaged or of a newer schema.
     """
     folders = _folders(path)
     if not folders:
@@ -64,10 +66,9 @@ def read_side(path: Path) -> list[Block]:
 
 
 def _folders(path: Path) -> list[ResultFolder]:
+    below = (ResultFolder(found) for found in sorted(path.glob("*/")))
     own = ResultFolder(path)
-    if own.records.is_file():
-        return [own]
-    return [ResultFolder(found.parent) for found in sorted(path.glob("*/records.jsonl"))]
+    return [own] if own.stored.is_file() else [folder for folder in below if folder.stored.is_file()]
 
 
 # Comparisons ---------------------------------------------------------------------------------------------------------
@@ -155,7 +156,27 @@ def from_blocks(
             "folders), or the noise of this machine once: python -m jfabench compare --aa --config jagged.yaml"
         )
     means = _means(cases, blocks, paired, noise)
-    return Comparison(labels, machine, tuple(ordered), means, limit, noise, tuple(notes))
+    # What was wrong, and has a time now, tells something, too.
+    known = any(result.blocks.b and (result.blocks.a or result.status[0] == "wrong") for result in ordered)
+    why = "" if known else _why_unmeasured(ordered, blocks)
+    return Comparison(labels, machine, tuple(ordered), means, limit, noise, tuple(notes), why)
+
+
+def _why_unmeasured(results: Sequence[CaseResult], blocks: tuple[Sequence[Block], Sequence[Block]]) -> str:
+    """The sentence for a comparison without a time on both sides of any case: reasons with their numbers of cases."""
+    reasons: Counter[str] = Counter()
+    for result in results:
+        found = [record for side in blocks for block in side if (record := block.get(result.case))]
+        bad = next((record for record in found if record.status != "ok"), None)
+        if bad is not None:
+            reasons[f"{bad.status}: {' '.join(bad.reason.split())}" if bad.reason else bad.status] += 1
+        elif "missing" in result.status:
+            reasons["in one of the two only"] += 1
+        else:
+            reasons["without times of the same mode"] += 1
+    told = [f"{count} {reason}" for reason, count in reasons.most_common(_MOST_REASONS)]
+    told += ["and others"] if len(reasons) > _MOST_REASONS else []
+    return f"nothing was measured on both sides, so that nothing is known: {'; '.join(told)}"
 
 
 def _result(

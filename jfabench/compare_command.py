@@ -86,7 +86,7 @@ def _compare(arguments: argparse.Namespace) -> int:
             found = compare.from_folders(*map(Path, arguments.sides))
         else:
             found = _measured(arguments, root)
-        if arguments.aa:
+        if arguments.aa and not found.unmeasured:
             noise = compare.measured_noise(found, root)
             print(f"noise floor {100 * noise.floor:.2f}%, processes differ by {100 * noise.process_sd:.2f}%", end=" ")
             print(f"({noise.cases} cases, {noise.pairs} pairs); kept in {compare.store_noise(noise)}")
@@ -104,7 +104,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"\ninterrupted. {_kept(compare, root)}", file=sys.stderr)
         return INTERRUPTED
-    return FAILED if found.regressed else OK
+    return FAILED if found.regressed or found.unmeasured else OK
 
 
 def _kept(compare: Any, root: Path) -> str:

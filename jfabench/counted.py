@@ -10,8 +10,8 @@ from jfabench.records import Record, read_records
 
 
 def read_folder(folder: ResultFolder) -> tuple[Record, ...]:
-    """Raises `ValueError`, which names the file, where one holds records of a newer schema, and `OSError`."""
-    records = _read(folder.records)
+    """Raises `OSError`, and `ValueError`, which names the file, where one is of a newer schema or damaged."""
+    records = _read(folder.stored)
     counted = folder.root / "profile.jsonl"
     if not counted.exists():
         return records

@@ -33,10 +33,10 @@ def torch_cuda_devices() -> int:
 def choose_device(wanted: str) -> tuple[str | None, str]:
     """The device that `wanted` (`auto`, `cpu`, `cuda`, `cuda:N`) means here, and what the user should know about it.
 
-    Returns `(None, reason)` where the wanted device cannot be used.
+    Returns `(None, reason)` where the wanted device cannot be used. Raises ValueError for what names no device.
     """
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", wanted):
-        return None, f"--device {wanted}: expected auto, cpu, cuda or cuda:N"
+    if not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,8}))?", wanted):  # torch, too, takes no zeros in front
+        raise ValueError(f"--device {wanted!r}: expected auto, cpu, cuda or cuda:N, such as cuda:1")
     if wanted == "cpu":
         return "cpu", "Running on the CPU: small shapes, and times that say nothing about a GPU."
     names = gpu_names()

@@ -70,7 +70,18 @@ class ResultFolder:
 
     @property
     def records(self) -> Path:
+        """What a run writes."""
         return self.root / "records.jsonl"
+
+    @property
+    def packed(self) -> Path:
+        """The records of a run that is over, packed; nothing is ever added to them."""
+        return self.root / "records.jsonl.gz"
+
+    @property
+    def stored(self) -> Path:
+        """The records to read: packed ones where there are no others. It may not exist."""
+        return self.packed if self.packed.is_file() and not self.records.exists() else self.records
 
     @property
     def manifest(self) -> Path:

@@ -1,8 +1,9 @@
 """The history of runs, in a database: SQLite for one machine, PostgreSQL for a fleet of runners.
 
-A *run* is one result folder, known again by the first line of its `records.jsonl`, which never changes. Importing is
-one transaction for each folder, and may be repeated at any time, also by several processes at once: what is there stays
-as it is, what a resumed sweep has added is added. A process that is killed in the middle leaves nothing behind.
+A *run* is one result folder, known again by the first line of its records, which never changes, packed or not.
+Importing is one transaction for each folder, and may be repeated at any time, also by several processes at once: what
+is there stays as it is, what a resumed sweep has added is added. A process that is killed in the middle leaves nothing
+behind.
 
 Runs belong to a *machine*, which is a kind of GPU with its driver and software (`machine_of`), so that unlike is never
 compared with like. The whole record is kept beside the median that charts need: a corrected formula needs no new run.
@@ -29,7 +30,7 @@ from jfabench.changes import Point, Run, Series
 from jfabench.counted import read_folder
 from jfabench.folder import ResultFolder
 from jfabench.intervals import median_interval
-from jfabench.records import Case, Record
+from jfabench.records import Case, Record, lines_of
 
 T = TypeVar("T")
 
@@ -43,6 +44,10 @@ _LOCK = 0x6A666162  # an arbitrary number for PostgreSQL's advisory lock: one pr
 
 class HistoryError(RuntimeError):
     """The database, or what should go into it, cannot be used; the message says why and what to do."""
+
+
+class DatabaseNameError(HistoryError):
+    """What was given names no database that could ever be used here."""
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
@@ -111,7 +116,7 @@ def machine_of(env: Mapping[str, Any]) -> str:
 
 
 class History:
-    """A database of runs. Raises `HistoryError` wherever it cannot be used.
+    """A database of runs. Raises `HistoryError` wherever it cannot be used, `DatabaseNameError` for a bad address.
 
     With `reading`, nothing is created or changed: a database will do that its user may only read.
     """
@@ -122,17 +127,18 @@ class History:
             parsed = sql.make_url(given)
             backend = parsed.get_backend_name()
             if backend not in ("sqlite", "postgresql"):
-                raise HistoryError(f"{_hidden(given)}: SQLite and PostgreSQL are supported, such as {DEFAULT_URL}")
+                raise DatabaseNameError(f"{_hidden(given)}: SQLite and PostgreSQL are supported, such as {DEFAULT_URL}")
             if backend == "postgresql":
                 parsed = parsed.set(drivername="postgresql+psycopg")
             elif parsed.database in (None, "", ":memory:"):
-                raise HistoryError(f"{given}: would be forgotten at once; name a file, such as {DEFAULT_URL}")
+                raise DatabaseNameError(f"{given}: would be forgotten at once; name a file, such as {DEFAULT_URL}")
             elif not reading:
                 Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
             elif not Path(parsed.database).exists():
                 raise HistoryError(f"{given}: there is no such file; `python -m jfabench history import DIR` makes it")
-        except (sql.exc.ArgumentError, OSError) as error:
-            raise HistoryError(
+        except (sql.exc.SQLAlchemyError, ValueError, OSError) as error:
+            kind = HistoryError if isinstance(error, OSError) else DatabaseNameError
+            raise kind(
                 f"{_hidden(given)}: not a database that can be used ({error}); name one such as {DEFAULT_URL} or "
                 "postgresql://user@host/name"
             ) from None
@@ -198,11 +204,11 @@ class History:
         records, digest = _read(folder)
         known = [record for record in records if record.env]
         if not known:
-            raise HistoryError(f"{folder.records}: no record says which machine it is from, so nothing can be imported")
+            raise HistoryError(f"{folder.stored}: no record says which machine it is from, so nothing can be imported")
         machine, *others = sorted({machine_of(record.env) for record in known})
         if others:
             raise HistoryError(
-                f"{folder.records}: mixes machines ({'; '.join([machine, *others])}); import each run by itself"
+                f"{folder.stored}: mixes machines ({'; '.join([machine, *others])}); import each run by itself"
             )
         env = dict(known[0].env)
         manifest = folder.read_manifest()
@@ -340,15 +346,14 @@ def _result_row(run: int, case: int, record: Record) -> dict[str, Any]:
 def _read(folder: ResultFolder) -> tuple[tuple[Record, ...], str]:
     """The records of a folder, and what the run is known by: the hash of the first line."""
     try:
-        with folder.records.open("rb") as file:
-            first = next((line for line in file if line.strip()), b"")
         records = read_folder(folder)
+        first = next((line for line in lines_of(folder.stored) if line.strip()), b"")
     except OSError as error:
-        raise HistoryError(f"{folder.records}: cannot be read ({error.strerror}); name a result folder") from None
+        raise HistoryError(f"{folder.stored}: cannot be read ({error.strerror}); name a result folder") from None
     except ValueError as error:
         raise HistoryError(str(error)) from None
     if not records:
-        raise HistoryError(f"{folder.records}: no record that can be read")
+        raise HistoryError(f"{folder.stored}: no record that can be read")
     return records, hashlib.sha256(first).hexdigest()
 
 

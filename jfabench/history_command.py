@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jfabench import command_line
-from jfabench.exit_codes import FAILED, MACHINE, OK, fail
+from jfabench.command_line import CommandError
+from jfabench.exit_codes import FAILED, MACHINE, OK, USAGE, fail
 
 if TYPE_CHECKING:
     from jfabench.history import History
@@ -29,7 +30,10 @@ def add_command(command: command_line.Command) -> None:
     command_line.add_out(report, "where trends.html goes (default: results/history)", "results/history")
     report.add_argument("--machine", metavar="TEXT", help="only machines whose name holds this, such as H200")
     report.add_argument(
-        "--repository", metavar="URL", help="link commits there (default: the repository here, if it is on GitHub)"
+        "--repository",
+        type=_address,
+        metavar="URL",
+        help="link commits there (default: the repository here, if it is on GitHub)",
     )
     actions.add_parser("runs", help="list the runs")
     for action in actions.choices.values():
@@ -45,9 +49,27 @@ def add_database(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _address(text: str) -> str:
+    """An address that a page may link to: of the schemes that browsers open, those that run nothing."""
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(text)
+        fits = parts.scheme in ("http", "https") and parts.hostname and text.isprintable() and " " not in text
+    except ValueError:
+        fits = False
+    if not fits:
+        raise CommandError(
+            f"--repository {text}: commits can be linked to an http or https address only, such as "
+            "https://github.com/owner/name",
+            USAGE,
+        )
+    return text
+
+
 def _history(arguments: argparse.Namespace) -> int:
     try:
-        from jfabench.history import HistoryError, opened
+        from jfabench.history import DatabaseNameError, HistoryError, opened
     except ModuleNotFoundError as error:
         return command_line.missing(error)
     try:
@@ -57,6 +79,8 @@ def _history(arguments: argparse.Namespace) -> int:
         return command_line.missing(error)
     except OSError as error:
         return fail(f"the page could not be written ({error}): make room, or choose another folder with --out", MACHINE)
+    except DatabaseNameError as error:
+        return fail(error, USAGE)
     except (HistoryError, ValueError) as error:
         return fail(error, MACHINE)
 
@@ -66,11 +90,15 @@ def _import(history: History, arguments: argparse.Namespace) -> int:
     from jfabench.history import HistoryError
 
     code = OK
-    for name in arguments.folders:
+    for name in arguments.folders:  # where one cannot be used, the others may be better
+        folder = ResultFolder(Path(name))
+        if not folder.stored.exists():
+            code = max(code, fail(f"{name}: no records.jsonl here; name a folder that `jfabench sweep` wrote", USAGE))
+            continue
         try:
-            done = history.add(ResultFolder(Path(name)))
-        except HistoryError as error:  # the others may be better
-            code = fail(error, MACHINE)
+            done = history.add(folder)
+        except HistoryError as error:
+            code = max(code, fail(error, MACHINE))
         else:
             print(f"{name}: {'a new run' if done.new else 'known already'}, {done.results} results added or replaced")
     return code

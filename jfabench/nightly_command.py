@@ -62,6 +62,7 @@ def add_command(command: command_line.Command) -> None:
 def _nightly(arguments: argparse.Namespace) -> int:
     try:
         from jfabench import nightly, nightly_report, trees
+        from jfabench.history import DatabaseNameError, HistoryError, opened
     except ModuleNotFoundError as error:
         return command_line.missing(error)
     sweep, device = command_line.load_and_choose_device(arguments)
@@ -72,6 +73,11 @@ def _nightly(arguments: argparse.Namespace) -> int:
     out = command_line.new_folder(arguments.out, "nightly")
     if nightly_report.is_finished(out):
         return fail(f"{out} holds a night that has come to its end; choose another --out", USAGE)
+    try:
+        with opened(arguments.db):
+            pass  # better known now than after everything was measured
+    except HistoryError as error:
+        return fail(error, USAGE if isinstance(error, DatabaseNameError) else MACHINE)
     options = nightly.Options(
         sweep,
         device,

@@ -40,6 +40,16 @@ class MeasurePolicy(BaseModel):
             object.__setattr__(self, "warmup_seconds", 0.0)  # nobody has seen it yet
         return self
 
+    @model_validator(mode="after")
+    def _as_many_at_most_as_at_least(self) -> Self:
+        if self.min_iterations > self.max_iterations:
+            raise ValueError(
+                f"min_iterations: {self.min_iterations} and max_iterations: {self.max_iterations} contradict each "
+                f"other: set min_iterations to {self.max_iterations} at most as well, or max_iterations to "
+                f"{self.min_iterations} at least"
+            )
+        return self
+
     def mode_on(self, device: str) -> Mode:
         """The mode to use on `device` (`"cuda"` or `"cpu"`). Raises `ValueError` for a CUDA mode on a CPU."""
         if self.mode is None:

@@ -42,5 +42,7 @@ def progress_listener(cases: int) -> Iterator[SweepProgress]:
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    # Without a terminal there is no bar, and no empty line where it ended.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         yield SweepProgress(bar, cases)

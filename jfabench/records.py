@@ -7,9 +7,11 @@ needs no new run. All quantities are in base SI units.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -244,31 +246,42 @@ class RecordFile:
     bad_lines: tuple[tuple[int, str], ...] = ()
 
 
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file of records, which is packed by gzip where its name ends with `.gz`.
+
+    Raises `OSError`, and `ValueError` where a packed file is damaged.
+    """
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            yield from file
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"not packed by gzip, or damaged since ({error}): restore the file") from None
+
+
 def read_records(path: Path) -> RecordFile:
-    """Reads `records.jsonl`. A torn line (a run was killed while writing it) is reported, not raised.
+    """Reads `records.jsonl`, or a packed one. A torn line (its run was killed) is reported, not raised.
 
     Where a case occurs more than once (it was repeated by a resumed run), the last record counts.
-    Raises `ValueError` where the file holds records of a newer schema.
+    Raises `OSError`, and `ValueError` where the file holds records of a newer schema, or is packed and damaged.
     """
     by_key: dict[str, Record] = {}
     bad: list[tuple[int, str]] = []
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            try:
-                data = json.loads(raw)
-            except ValueError:
-                bad.append((number, "torn or not JSON"))
-                continue
-            try:
-                record = Record.from_json(data)
-                key = record.case.key
-            except (KeyError, TypeError, AttributeError) as error:
-                bad.append((number, f"not a record: {error}"))
-                continue
-            by_key.pop(key, None)
-            by_key[key] = record
+    for number, raw in enumerate(lines_of(path), start=1):
+        if not raw.strip():
+            continue
+        try:
+            data = json.loads(raw)
+        except ValueError:
+            bad.append((number, "torn or not JSON"))
+            continue
+        try:
+            record = Record.from_json(data)
+            key = record.case.key
+        except (KeyError, TypeError, AttributeError) as error:
+            bad.append((number, f"not a record: {error}"))
+            continue
+        by_key.pop(key, None)
+        by_key[key] = record
     return RecordFile(tuple(by_key.values()), tuple(bad))
 
 

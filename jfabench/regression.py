@@ -128,7 +128,8 @@ class CaseResult:
 class Comparison:
     """Two builds over a grid. `means` are geometric means of the ratios by (provider, direction).
 
-    `limit` is the relative change that counts, `notes` what a reader must know before believing a number.
+    `limit` is the relative change that counts, `notes` what a reader must know before believing a number. `unmeasured`
+    is a sentence that says why, where no case at all was measured on both sides, nor was wrong before, else empty.
     """
 
     labels: tuple[str, str]
@@ -138,6 +139,7 @@ class Comparison:
     limit: float
     noise: Noise | None
     notes: tuple[str, ...] = ()
+    unmeasured: str = ""
 
     def of(self, verdict: Verdict) -> list[CaseResult]:
         return [case for case in self.cases if case.verdict == verdict]

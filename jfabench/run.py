@@ -81,7 +81,11 @@ class RecordLog:
 
 @contextmanager
 def open_log(folder: ResultFolder) -> Iterator[RecordLog]:
-    """Opens the record log for this process alone."""
+    """Opens the record log for this process alone. Raises `FolderError`, also where the records are packed already."""
+    if folder.stored == folder.packed:
+        raise FolderError(
+            f"{folder.root}: holds packed results, which are never added to; choose another folder with --out"
+        )
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder.records, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

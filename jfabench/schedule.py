@@ -68,6 +68,11 @@ class Tiles:
         return np.lexsort((self.head, block, self.sequence, -weight[self.sequence]))
 
 
+def count_tiles(queries: Ints, keys: Ints, shape: Shape, heads: int) -> int:
+    """How many `tiles` would be, without making them; the arguments are those of `tiles`."""
+    return int((-(-(keys if shape.over_keys else queries) // shape.tile)).sum()) * heads
+
+
 def tiles(
     queries: Ints, keys: Ints, shape: Shape, heads: int, group: int = 1, bounds: tuple[int, int] = (-1, -1)
 ) -> Tiles:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jfabench import tile_costs
 from jfabench.folder import write_whole
 from jfabench.operator import load_operator
-from jfabench.schedule import MEANINGS, Policy, Schedule, Tiles, compared, intervals, tiles
+from jfabench.schedule import MEANINGS, Policy, Schedule, Tiles, compared, count_tiles, intervals, tiles
 from jfabench.tile_costs import TileCost
 
 if TYPE_CHECKING:
@@ -28,7 +28,12 @@ COLUMNS = (
 """Columns of `schedule.csv`: a row for each case and policy. `imbalance` is that of the busiest multiprocessor's work
 over the average; `predicted_call_s` adds what a call does beside its attention kernel."""
 
+QUERIES, HEADS = 256, 4
+"""What lengths in a file are taken to meet, unless told otherwise."""
+
 MOST_PICTURES = 8
+MOST_TILES = 1_000_000
+"""Of a case: so many are placed, drawn and written in about a minute."""
 
 
 class ScheduleError(ValueError):
@@ -82,26 +87,57 @@ def of_sweep(sweep: Sweep) -> list[Work]:
 def of_file(
     path: str, column: str | None, queries: int, heads: int, head_dim: int, directions: Sequence[str]
 ) -> list[Work]:
-    """Broadcast queries over the lengths in a file, a row a sequence. Raises `ScheduleError`."""
+    """Broadcast queries over the lengths in a file, a row a sequence.
+
+    Raises `ScheduleError`, which names the option that is wrong.
+    """
+    from pydantic import ValidationError
+
     from jfabench.operators.jagged_attention import JaggedAttentionParams
 
     spec = {"kind": "file", "path": path, **({"column": column} if column else {})}
     shape = {"heads": heads, "head_dim": head_dim, "broadcast_q": True, "q_len": queries, "lengths": spec}
+    options = {"lengths": f"--lengths {path}", "heads": f"--heads {heads}", "q_len": f"--q-len {queries}"}
+    options["column"] = f"--column {column}"
     try:
         params = JaggedAttentionParams.model_validate(shape)
         drawn = params.draw_lengths(0)
+    except ValidationError as error:
+        why = first_line(error)
+        name = str((error.errors(include_url=False)[0]["loc"] or ("q_len",))[0])  # the whole: batch times queries
+        name = "column" if f"has no column {column!r}" in why else name
+        raise ScheduleError(f"{options[name]}: {why}") from error
     except (OSError, ValueError) as error:
-        raise ScheduleError(f"--lengths {path}: {_first_line(error)}") from error
+        raise ScheduleError(f"{options['lengths']}: {first_line(error)}") from error
     label = f"{Path(path).name} M={queries} B={params.batch} H={heads}"
-    return [Work(label, direction, *drawn, heads, heads, head_dim, (-1, -1)) for direction in directions]
+    works = [Work(label, direction, *drawn, heads, heads, head_dim, (-1, -1)) for direction in directions]
+    for work in works:
+        tile = tile_costs.default_shape(work.direction, head_dim, *drawn, work.bounds)
+        count = count_tiles(*drawn, tile, heads)
+        # What is far from the default is to blame, unless the file has too many rows for any queries and heads.
+        excess = {"heads": heads / HEADS, "q_len": 1.0 if tile.over_keys else queries / QUERIES}
+        option = max(excess, key=lambda name: excess[name])
+        _require_few(count, options[option if count / excess[option] <= MOST_TILES else "lengths"], work)
+    return works
 
 
-def _first_line(error: Exception) -> str:
+def _require_few(count: int, asked: str, work: Work) -> None:
+    """Raises `ScheduleError` where there are more tiles than can be placed, written and drawn in a minute."""
+    if count > MOST_TILES:
+        raise ScheduleError(
+            f"{asked}: {count:,} tiles ({work.direction} {work.label}), of which {MOST_TILES:,} can be scheduled at "
+            "most: choose less"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """What is wrong, in a line; of what pydantic finds, the first thing."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
-        return str(error.errors(include_url=False)[0]["msg"]).removeprefix("Value error, ")
-    return str(error).splitlines()[0]
+        first = error.errors(include_url=False)[0]
+        return str(first["msg"]).removeprefix("Value error, ")
+    return str(error.args[0] if isinstance(error, KeyError) else error).splitlines()[0]
 
 
 def cost_of(work: Work, sms: int, gpu: str | None) -> TileCost:
@@ -124,6 +160,7 @@ def predict(work: Work, sms: int, policies: Sequence[Policy], gpu: str | None = 
     cost = cost_of(work, sms, gpu)
     backward = cost.shape.over_keys
     heads, group = (work.kv_heads, work.heads // work.kv_heads) if backward else (work.heads, 1)
+    _require_few(count_tiles(work.queries, work.keys, cost.shape, heads), work.label, work)
     cut = tiles(work.queries, work.keys, cost.shape, heads, group, work.bounds)
     weight = work.queries if backward else work.keys
     made = compared(cut, cost.seconds(cut), weight, policies, sms, cost.shape.residents)

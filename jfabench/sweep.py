@@ -318,7 +318,8 @@ def _with_settings(source: _Source, config: SweepConfig, settings: Sequence[str]
                     raise ConfigError(f"--set {setting}: conflicts with the axis `{axis}`; set axes.{axis} instead")
             _put(data["params"], key, value)
         else:
-            valid = [*SweepConfig.model_fields, *_operator(source, config).model.model_fields, *data["axes"]]
+            keys = [*SweepConfig.model_fields, *_operator(source, config).model.model_fields, *data["axes"]]
+            valid = list(dict.fromkeys(keys))  # an axis may be a whole parameter
             raise ConfigError(f"--set {setting}: unknown key {key!r}{_nearest(key, valid)}; valid: {', '.join(valid)}")
     try:
         return SweepConfig.model_validate(data)

@@ -183,9 +183,8 @@ def _works(arguments: argparse.Namespace) -> list[Work]:
 
     if arguments.lengths is not None:
         directions = arguments.direction or ["fwd"]
-        return schedule_run.of_file(
-            arguments.lengths, arguments.column, arguments.q_len or 256, arguments.heads or 4, 128, directions
-        )
+        queries, heads = arguments.q_len or schedule_run.QUERIES, arguments.heads or schedule_run.HEADS
+        return schedule_run.of_file(arguments.lengths, arguments.column, queries, heads, 128, directions)
     return schedule_run.of_sweep(command_line.load(arguments))
 
 

@@ -134,11 +134,13 @@ def show(found: Comparison, console: Console | None = None) -> None:
         )
     for note in found.notes:
         console.print(f"! {note}", markup=False, highlight=False)
-    console.print(outcome(found), markup=False, highlight=False)
+    console.print(outcome(found), markup=False, highlight=False, soft_wrap=True)
 
 
 def outcome(found: Comparison) -> str:
-    """One sentence: how many cases got which verdict, and what counts as a change."""
+    """One sentence: how many cases got which verdict, and what counts as a change; or why none has a time."""
+    if found.unmeasured:
+        return f"{len(found.cases)} cases: {found.unmeasured}"
     counts = ", ".join(f"{len(cases)} {verdict}" for verdict in VERDICTS if (cases := found.of(verdict)))
     broken = f"{len(found.broken)} no longer right; " if found.broken else ""
     return f"{len(found.cases)} cases: {broken}{counts} (a change counts from {100 * found.limit:.1f}%)"

@@ -103,7 +103,7 @@ def render(results: Results, drawn: charts.Charts) -> str:
         cost=cost(results.records),
         theme=theme(),
         place=_shown(results.target.root),
-        sources=[_shown(folder.records) for folder in results.folders],
+        sources=[_shown(folder.stored) for folder in results.folders],
         script=Markup((Path(__file__).parent / "templates" / "report.js").read_text(encoding="utf-8")),
     )
 

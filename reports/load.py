@@ -73,22 +73,22 @@ class Results:
 def load(folders: Sequence[ResultFolder], target: ResultFolder | None = None) -> Results:
     """Reads and merges folders; where a case occurs in several, the record of the last folder counts.
 
-    Raises `FileNotFoundError` where none of them holds a `records.jsonl`, and `ValueError`, which names the file, where
-    one is of a newer schema, or `run.json` or `ceilings.json` is damaged or somebody else's.
+    Raises `FileNotFoundError` where none of them holds records, and `ValueError`, which names the file, where one is of
+    a newer schema, packed records are damaged, or `run.json` or `ceilings.json` is damaged or somebody else's.
     """
     merged: dict[str, tuple[Record, float]] = {}
     bad: list[tuple[str, int, str]] = []
     warnings: list[str] = []
-    found = [folder for folder in folders if folder.records.exists()]
+    found = [folder for folder in folders if folder.stored.exists()]
     if not found:
         names = ", ".join(str(folder.root) for folder in folders)
         raise FileNotFoundError(f"{names}: no records.jsonl; name a folder that `python -m jfabench sweep` wrote")
     manifests = [folder.read_manifest() for folder in found]
     for folder, run in zip(found, manifests, strict=True):
         try:
-            file = read_records(folder.records)
+            file = read_records(folder.stored)
         except ValueError as error:
-            raise ValueError(f"{folder.records}: {error}") from None
+            raise ValueError(f"{folder.stored}: {error}") from None
         again = [(merged[r.case.key][0], r) for r in file.records if r.case.key in merged]
         if again:
             elsewhere = {derive.gpu_name(was.env) for was, _ in again} - {derive.gpu_name(now.env) for _, now in again}
@@ -101,7 +101,7 @@ def load(folders: Sequence[ResultFolder], target: ResultFolder | None = None) ->
         for record in file.records:
             merged.pop(record.case.key, None)
             merged[record.case.key] = record, _target(folder, run)
-        bad += [(str(folder.records), line, why) for line, why in file.bad_lines]
+        bad += [(str(folder.stored), line, why) for line, why in file.bad_lines]
         warnings += _unfinished(folder, run, len(file.records), len(found) > 1)
     records = tuple(record for record, _ in merged.values())
     manifest = _merged_manifest([run for run in manifests if run])

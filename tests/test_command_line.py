@@ -175,11 +175,41 @@ def test_what_is_not_valid_is_code_2(given: dict[str, Any], sentence: str) -> No
     assert raised.value.code == 2
 
 
+COMMANDS_ON_A_DEVICE = {
+    "sweep": ["--config", "jagged.yaml"],
+    "profile": ["--config", "jagged.yaml"],
+    "ceilings": [],
+    "timeline": ["--config", "jagged.yaml"],
+    "compare": ["--aa", "--config", "jagged.yaml"],
+    "nightly": ["--config", "nightly.yaml"],
+}
+
+
+def test_those_are_all_commands_on_a_device() -> None:
+    assert with_option("--device").keys() == COMMANDS_ON_A_DEVICE.keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS_ON_A_DEVICE)
 @pytest.mark.parametrize("device", ["gpu", "cuda:x"])
-def test_a_device_that_there_is_not_is_code_3(device: str) -> None:
-    with pytest.raises(CommandError, match="expected auto, cpu, cuda or cuda:N") as raised:
-        command_line.load_and_choose_device(options(device=device))
-    assert raised.value.code == 3
+def test_what_names_no_device_is_code_2(
+    command: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [command, *COMMANDS_ON_A_DEVICE[command], "--out", str(tmp_path / "out"), "--device", device]
+    assert main(words) == 2
+    sentence = f"jfabench: --device {device!r}: expected auto, cpu, cuda or cuda:N, such as cuda:1\n"
+    assert capsys.readouterr().err == sentence
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", COMMANDS_ON_A_DEVICE)
+def test_a_device_that_there_is_not_is_code_3(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("jfabench.devices.gpu_names", lambda: ["an H200"])
+    monkeypatch.setattr("jfabench.devices.torch_cuda_devices", lambda: 1)
+    words = [command, *COMMANDS_ON_A_DEVICE[command], "--out", str(tmp_path / "out"), "--device", "cuda:7"]
+    assert main(words) == 3
+    assert "--device cuda:7: torch sees 1 CUDA device(s), numbered from 0" in capsys.readouterr().err
 
 
 def test_the_device_decides_the_scale_and_is_told_of(
@@ -197,7 +227,6 @@ def test_the_device_decides_the_scale_and_is_told_of(
 @pytest.mark.parametrize(
     ("device", "names", "usable", "reason"),
     [
-        ("bogus", [], 0, "--device bogus: expected auto, cpu, cuda or cuda:N"),
         ("cpu", ["NVIDIA H200"], 1, "--device cpu is none"),
         (None, [], 0, "no NVIDIA GPU found"),
         ("auto", [], 0, "no NVIDIA GPU found"),

@@ -377,7 +377,7 @@ def refused(folder: Path, *words: str, capsys: pytest.CaptureFixture[str]) -> st
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("option", "value"), [*MEASURING.items(), ("--repeat", "0"), ("--config", "")])
+@pytest.mark.parametrize(("option", "value"), [*MEASURING.items(), ("--repeat", "0")])
 def test_result_folders_are_not_measured_again(
     option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -388,6 +388,15 @@ def test_result_folders_are_not_measured_again(
 def test_all_options_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(side(tmp_path / "a", block()), "--pairs", "3", "--set", "batch=1", capsys=capsys)
     assert said == "jfabench: --set, --pairs: result folders are compared as they are; leave it out\n"
+
+
+def test_a_comparison_of_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A gate must not pass because no case was measured."""
+    none = [replace(r, status="unavailable", reason="needs a GPU", measurement=None) for r in block()]
+    for name in "ab":
+        side(tmp_path / name, none)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "nothing was measured on both sides" in " ".join(capsys.readouterr().out.split())
 
 
 def options() -> dict[str, argparse.Action]:

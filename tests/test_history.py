@@ -268,10 +268,64 @@ def test_a_folder_that_cannot_be_imported_does_not_hold_up_the_others(
 ) -> None:
     good = [str(folder_of(tmp_path, number).root) for number in range(2)]
     url = f"sqlite:///{tmp_path}/history.sqlite"
-    assert main(["history", "import", good[0], "nowhere", good[1], "--db", url]) == 3
-    assert "nowhere/records.jsonl: cannot be read" in capsys.readouterr().err
+    assert main(["history", "import", good[0], "nowhere", good[1], "--db", url]) == 2
+    assert "nowhere: no records.jsonl here" in capsys.readouterr().err
     with opened(url, reading=True) as history:
         assert counts(history) == (2, 6)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "records.jsonl").write_text("no record")
+    assert main(["history", "import", str(tmp_path / "damaged"), "nowhere", "--db", url]) == 3  # the worse of the two
+    assert "no record that can be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["no url", "oracle://host/x", "sqlite://", "sqlite:///:memory:", "postgresql://h:port/x"]
+)
+@pytest.mark.parametrize("command", [["history", "runs"], ["history", "import", "nowhere"]])
+def test_what_is_no_address_of_a_database_is_a_mistake_of_the_command(
+    command: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--db", text]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "javascript:alert(1)",
+        "JavaScript:alert(1)//https://github.com/o/n",
+        "data:text/html,x",
+        "file:///etc",
+        "//github.com/o/n",
+        "github.com/o/n",
+        "https://",
+        "https:///o/n",
+        "https://[x",
+        "https://github.com/o n",
+        "java\nscript:alert(1)",
+    ],
+)
+def test_commits_are_linked_to_pages_of_the_web_only(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"sqlite:///{tmp_path}/history.sqlite"
+    assert main(["history", "import", str(folder_of(tmp_path, 0).root), "--db", url]) == 0
+    command = ["history", "report", "--db", url, "--out", str(tmp_path / "pages")]
+    assert main([*command, "--repository", address]) == 2
+    assert "http or https" in capsys.readouterr().err
+    assert not (tmp_path / "pages").exists()
+
+
+def test_an_address_stays_inside_its_attribute(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/history.sqlite"
+    assert main(["history", "import", str(folder_of(tmp_path, 0).root), "--db", url]) == 0
+    command = ["history", "report", "--db", url, "--out", str(tmp_path)]
+    assert main([*command, "--repository", """https://x.example/"><script>alert('1')</script>"""]) == 0
+    page = (tmp_path / "trends.html").read_text()
+    assert "https://x.example/" in page
+    assert "<script>alert" not in page
 
 
 # Several processes ---------------------------------------------------------------------------------------------------

@@ -399,6 +399,24 @@ def test_mistakes_are_explained(arguments: list[str], words: str, capsys: pytest
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("address", "code"), [("bad://x", 2), ("no url", 2), ("sqlite://", 2), ("sqlite:///{}/file/history.sqlite", 3)]
+)
+def test_a_database_that_cannot_be_used_is_known_before_anything_is_measured(
+    address: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*_: object) -> Night:
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr(nightly, "run", measured)
+    (tmp_path / "file").touch()
+    out = tmp_path / "night"
+    command = ["nightly", "--config", "nightly.yaml", "--device", "cpu", "--out", str(out)]
+    assert main([*command, "--db", address.format(tmp_path)]) == code
+    assert address.format(tmp_path) in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_a_whole_night_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = ["--config", "nightly.yaml", "--device", "cpu", "--set", "lengths=[{kind: constant, length: 32}]"]
     fast = ["--set", "measure.max_seconds=0.05", "--set", "measure.warmup_seconds=0.02", "--set", "directions=[fwd]"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -83,6 +84,27 @@ def test_foreign_lines_are_reported(tmp_path: Path) -> None:
     found = read_records(path)
     assert len(found.records) == 1
     assert [number for number, _ in found.bad_lines] == [1, 2, 3]
+
+
+def test_packed_records_are_those_that_were_packed(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "records.jsonl", tmp_path / "records.jsonl.gz"
+    plain.write_text(record().to_line() + record(case=case(seed=2)).to_line() + "torn")
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read_records(packed) == read_records(plain)
+    assert [number for number, _ in read_records(packed).bad_lines] == [3]
+
+
+def test_packed_records_that_are_damaged_anywhere_are_never_half_read(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl.gz"
+    whole = gzip.compress(record().to_line().encode())
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="damaged"):
+            read_records(path)
+    for place in range(10, len(whole)):  # after the header, of which some is of no use
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="damaged"):
+            read_records(path)
 
 
 def test_a_newer_schema_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -12,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfabench import calibration, cli, schedule_run, tile_costs
-from jfabench.schedule import POLICIES, Policy, Schedule, Shape, Tiles, compared, intervals, schedule, tiles
+from jfabench.schedule import (
+    POLICIES,
+    Policy,
+    Schedule,
+    Shape,
+    Tiles,
+    compared,
+    count_tiles,
+    intervals,
+    schedule,
+    tiles,
+)
 from jfabench.tile_costs import Sample, calibrate, predicted
 
 FORWARD, BACKWARD = Shape(False, 128, 64), Shape(True, 128, 64)
@@ -52,6 +63,14 @@ def test_tiles_have_the_blocks_that_the_mask_lets_them_see(
                     assert found.steps[at] == max(len(blocks), 1)
                 at += 1
     assert at == len(found)
+
+
+@given(lengths, st.integers(0, 300), st.booleans(), st.integers(1, 3))
+@settings(max_examples=30)
+def test_tiles_can_be_counted_without_making_them(keys: np.ndarray, m: int, over_keys: bool, heads: int) -> None:
+    shape = BACKWARD if over_keys else FORWARD
+    queries = np.full(len(keys), m)
+    assert count_tiles(queries, keys, shape, heads) == len(tiles(queries, keys, shape, heads))
 
 
 def test_a_group_of_query_heads_makes_steps_of_the_backward() -> None:
@@ -341,16 +360,40 @@ def test_all_pairs_of_a_case_are_there() -> None:
             ["--config", "jagged.yaml", "--gpu", "NVIDIA B200"],
             "--gpu NVIDIA B200: no tile like those of fwd D=128 N=512",
         ),
+        (["--lengths", "{}", "--q-len", "99999999"], "--q-len 99999999: 9,375,000 tiles"),
+        (["--lengths", "{}", "--q-len", "9999999999"], "--q-len 9999999999: "),
+        (["--lengths", "{}", "--q-len", "800000000"], "--q-len 800000000: batch * q_len (3 * 800000000) exceeds"),
+        (["--lengths", "{}", "--q-len", "12800000", "--heads", "1024"], "--q-len 12800000: 307,200,000 tiles"),
+        (["--lengths", "{}", "--q-len", "65536", "--heads", "1024"], "--heads 1024: 1,572,864 tiles"),
+        (["--lengths", "{}", "--heads", "2000"], "--heads 2000: "),
+        (["--lengths", "{}", "--column", "token"], "--column token: "),
+        (["--lengths", "long.csv"], "--lengths long.csv: 1,200,000 tiles"),
+        (["--lengths", "long.csv", "--q-len", "320"], "--lengths long.csv: 1,800,000 tiles"),
+        (
+            ["--lengths", "wide.csv", "--direction", "bwd", "--q-len", "99999999"],
+            "--lengths wide.csv: 31,250,004 tiles",
+        ),
+        (["--config", "jagged.yaml", "--set", "heads=1024", "--set", "batch=4000"], " tiles (fwd N="),
         (["--calibrate", "/no/such"], "/no/such: records.jsonl cannot be read (No such file or directory)"),
         (["--lengths", "l.csv", "--set", "q_len=64"], "--set is for --config, and says nothing with --lengths"),
         (["--config", "jagged.yaml", "--q-len", "64"], "--q-len is for --lengths, and says nothing with --config"),
         (["--calibrate", "results", "--sms", "148"], "--sms says nothing with --calibrate"),
         (["--calibrate", "results", "--tiles"], "--tiles says nothing with --calibrate"),
-        (["--calibrate", "", "--out", "x"], "--out says nothing with --calibrate"),
+        (["--calibrate", "results", "--out", "x"], "--out says nothing with --calibrate"),
     ],
 )
-def test_errors_are_one_sentence(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*words) == cli.USAGE
+def test_errors_are_one_sentence(
+    words: list[str],
+    part: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("few.csv").write_text("tokens\n100\n200\n300\n")
+    Path("long.csv").write_text("7\n" * 150_000)
+    Path("wide.csv").write_text("999999999\n30\n")
+    assert run(*(word.format("few.csv") for word in words)) == cli.USAGE
     error = capsys.readouterr().err
     assert part in error
     assert error.count("\n") == 1

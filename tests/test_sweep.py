@@ -258,6 +258,15 @@ def test_the_line_of_the_wrong_key_is_named(tmp_path: Path) -> None:
         load_sweep(write(tmp_path, text))
 
 
+@pytest.mark.parametrize("file", ["jagged.yaml", "dense.yaml", "nightly.yaml"])
+def test_every_valid_key_is_listed_once(file: str) -> None:
+    with pytest.raises(ConfigError) as failure:
+        load_sweep(file, settings=["q=1"])
+    listed = str(failure.value).partition("; valid: ")[2].split(", ")
+    assert {"batch", "q_len", "measure"} <= set(listed)
+    assert len(listed) == len(set(listed))
+
+
 def test_unknown_names_get_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"did you mean `jagged.yaml`\?"):
         load_sweep("jaged.yaml")

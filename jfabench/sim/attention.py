@@ -19,12 +19,14 @@ from jfabench.kernels.attention.api import HEAD_DIMS
 
 from . import fakes
 from .host import simulate_calls
+from .launching import numbered
 from .machine import Target
 from .report import Report
 from .scheduler import POLICIES, Policy
 
 PACKAGE = "jfabench.kernels.attention"
 KERNELS = {"fwd": "forward", "bwd": "backward"}  # what the names of modules and kernels begin with
+KERNEL = "for this case the kernel"  # how a sentence on its configurations calls it
 MOST_VALUES = 2**27  # of inputs and scores: half a GiB in float32, far more than anyone would wait for
 TOLERANCE = 0.02  # absolute and relative: bfloat16 has 8 bits, and P, dS and the results are rounded to it
 
@@ -137,13 +139,13 @@ def simulate_attention(
     """Run one direction of the public attention function under every seed and policy, and compare with the oracle.
 
     Only the kernel of that direction gets an adversarial schedule. ``configuration`` is one of its configurations by
-    number, for which see :func:`numbered`. ``options`` go to :func:`.host.simulated_gpu`.
+    number, which it has to have. ``options`` go to :func:`.host.simulated_gpu`.
     """
     inputs, expected = problem(case, direction)
     prefix = KERNELS[direction]
 
     def choose(kind: Any, usable: tuple[Any, ...]) -> Any:
-        return numbered(usable, configuration) if kind.kernel == prefix else usable[0]
+        return numbered(usable, configuration, KERNEL) if kind.kernel == prefix else usable[0]
 
     def check() -> None:
         found = attention(case, inputs, direction)
@@ -161,13 +163,6 @@ def simulate_attention(
         kernels=lambda name: name.startswith(prefix),
         **options,
     )
-
-
-def numbered(usable: Sequence[Any], number: int) -> Any:
-    """The kernel's configuration of this number, among those that serve the case. Raises ValueError with the range."""
-    if not 0 <= number < len(usable):
-        raise ValueError(f"configuration {number}: for this case the kernel has those from 0 to {len(usable) - 1}")
-    return usable[number]
 
 
 def problem(case: Case, direction: str) -> tuple[list[Tensor], Sequence[Tensor]]:

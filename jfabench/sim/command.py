@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jfabench import command_line
 from jfabench.exit_codes import FAILED, OK, USAGE, fail
+
+from . import options
 
 if TYPE_CHECKING:
     from .report import Report
@@ -19,10 +20,6 @@ examples:
   python -m jfabench simulate kernels.attention.bwd_sm90 --case causal --case keys=100:37,queries=64,heads=4,kv_heads=2
   python -m jfabench simulate my_tests.py:check_my_kernel --arch sm_100 --policy late --json report.json
 """
-TARGET = (
-    "our kernels by their module (kernels.attention.fwd_sm90), or a function without arguments that launches kernels "
-    "on CPU tensors and raises AssertionError, or returns False, if they are wrong: module:function, file.py:function"
-)
 
 Simulated = Callable[[dict[str, Any]], "Report"]
 """Simulates something, under the seeds and policies that it is given by name."""
@@ -35,7 +32,7 @@ def add_command(command: command_line.Command) -> None:
         _simulate,
         EXAMPLES,
     )
-    simulate.add_argument("target", metavar="TARGET", help=TARGET)
+    options.add_target(simulate)
     simulate.add_argument(
         "--case",
         action="append",
@@ -55,33 +52,25 @@ def add_command(command: command_line.Command) -> None:
         choices=["random", "early", "late"],
         help="when asynchronous operations happen (repeatable; default: all three)",
     )
-    simulate.add_argument(
-        "--arch", metavar="ARCH", help="such as sm_90, sm_100 (default: by the module's name, or sm_90)"
-    )
-    simulate.add_argument(
-        "--configuration",
-        type=command_line.whole_number(0),
-        default=0,
-        metavar="N",
-        help="which configuration of the kernel (default: 0)",
-    )
+    options.add_arch(simulate)
+    options.add_configuration(simulate)
     simulate.add_argument("--barriers", action="store_true", help="print how each barrier was used")
-    simulate.add_argument("--json", metavar="FILE", help="write the report there, too")
+    options.add_json(simulate)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from .runtime import KernelError
     from .targets import RaisedError, TargetError
 
+    file = options.report_file(arguments.json)
     try:
         reports = _reports(arguments)
-        if arguments.json:
-            write(arguments.json, "[\n" + ",\n".join(report.to_json() for report in reports) + "\n]\n")
     except (TargetError, ValueError) as error:
         return fail(error, USAGE)
     except (RaisedError, KernelError) as error:
         return fail(error, FAILED)
-    return OK if all(report.ok for report in reports) else FAILED
+    code = OK if all(report.ok for report in reports) else FAILED
+    return options.written(file, "[\n" + ",\n".join(report.to_json() for report in reports) + "\n]\n", code)
 
 
 def _reports(arguments: argparse.Namespace) -> list[Report]:
@@ -89,25 +78,15 @@ def _reports(arguments: argparse.Namespace) -> list[Report]:
     from .scheduler import POLICIES
 
     first = arguments.first_seed
-    options = {"seeds": range(first, first + arguments.seeds), "policies": arguments.policy or POLICIES}
+    schedules = {"seeds": range(first, first + arguments.seeds), "policies": arguments.policy or POLICIES}
     reports = []
     for name, run in _runs(arguments):
-        report = run(options)
+        report = run(schedules)
         print(f"{name}: {report}" if name else report, flush=True)
         if arguments.barriers:
             print(report.barrier_table(), flush=True)
         reports.append(report)
     return reports
-
-
-def write(path: str, text: str) -> None:
-    """Writes a report. Raises `TargetError` if that is not possible."""
-    from .targets import TargetError
-
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TargetError(f"{path}: the report cannot be written ({error.strerror})") from error
 
 
 def _runs(arguments: argparse.Namespace) -> list[tuple[str, Simulated]]:
@@ -119,8 +98,8 @@ def _runs(arguments: argparse.Namespace) -> list[tuple[str, Simulated]]:
     target: str = arguments.target
     if ":" in target:
         if arguments.case:
-            raise targets.TargetError("--case is for our kernels; a function has its own inputs")
-        arch = arguments.arch or "sm_90"
+            raise targets.TargetError(options.NO_CASE)
+        arch = options.of_a_function(arguments.arch)
         with fakes.driver(Target(arch).capability):  # modules ask for it when they are imported
             function = targets.telling(targets.function(target))
         configuration = arguments.configuration
@@ -129,18 +108,9 @@ def _runs(arguments: argparse.Namespace) -> list[tuple[str, Simulated]]:
 
 
 def _attention(target: str, arguments: argparse.Namespace) -> list[tuple[str, Simulated]]:
-    from jfabench.kernels.attention.launch import TLX_LAUNCHERS
-
     from .attention import CASES, Case, simulate_attention
-    from .targets import TargetError
 
-    known = [f"{direction}_sm{major}{minor}" for major, minor in TLX_LAUNCHERS for direction in ("fwd", "bwd")]
-    module = target.rpartition(".")[2]
-    if module not in known:
-        ours = ", ".join(f"kernels.attention.{name}" for name in known)
-        raise TargetError(f"{target}: expected one of {ours}, or module:function, or file.py:function")
-    direction, _, suffix = module.partition("_sm")
-    arch = arguments.arch or f"sm_{suffix}"
+    direction, arch = options.our_kernel(target, arguments.arch)
     configuration = arguments.configuration
 
     def run(case: Case) -> Simulated:

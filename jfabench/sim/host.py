@@ -24,9 +24,10 @@ from .targets import TargetError, defined
 
 @dataclass
 class Simulation:
-    """The launches that were made while it was in force."""
+    """The launches that were made while it was in force, and whether there were configurations to choose among."""
 
     runs: list[Run] = field(default_factory=list)
+    autotuned: bool = False
 
     @property
     def ok(self) -> bool:
@@ -60,10 +61,11 @@ def simulated_gpu(
         if warmup:
             return
         wanted = kernels(_name(kernel))
-        how: dict[str, Any] = {"seed": seed, "policy": policy, **options}
+        how: dict[str, Any] = {"seed": seed, "policy": policy, "config": config, **options}
         if not wanted:
-            how.update(seed=0, policy="early", detect_races=False)
-        simulation.runs.append(launch(kernel, grid, *args, arch=arch, config=config, **how, **kwargs))
+            how.update(seed=0, policy="early", detect_races=False, config=config if callable(config) else 0)
+        simulation.autotuned |= wanted and isinstance(kernel, Autotuner)
+        simulation.runs.append(launch(kernel, grid, *args, arch=arch, **how, **kwargs))
 
     gpu = fakes.properties(capability, multiprocessors)
     with (
@@ -95,7 +97,8 @@ def simulate_calls(
     :func:`simulated_gpu`; ``within`` gives a further context, such as :func:`.attention.attention_on`.
 
     Raises:
-        TargetError: a call launches no kernel, or returns something else than None, True or False.
+        TargetError: a call launches no kernel, or none that has the configuration that ``config`` numbers, or returns
+            something else than None, True or False.
     """
     report = Report(name or str(getattr(function, "__name__", "call")), arch)
     for seed, policy in schedules(seeds, policies):
@@ -106,6 +109,7 @@ def simulate_calls(
                 wrong = checked(function, summary)
         if not wrong:
             require_launch(simulation, name or defined(function), seed, policy)
+            require_configuration(simulation, name or defined(function), options.get("config", 0))
         runs = simulation.runs or [summary]
         if simulation.ok:  # what else is wrong shows in the results, too
             runs[-1].findings += wrong
@@ -121,6 +125,14 @@ def require_launch(simulation: Simulation, who: str, seed: int, policy: Policy) 
         raise TargetError(
             f"{who} launched no kernel under seed {seed}, policy {policy!r}, so that nothing was simulated: it has to "
             "launch in each call, and to keep no results"
+        )
+
+
+def require_configuration(simulation: Simulation, who: str, config: int | Callable[[Any], bool]) -> None:
+    """Raises :class:`TargetError` if a configuration was asked for, and no kernel that ``who`` launched has several."""
+    if simulation.ok and config and not callable(config) and not simulation.autotuned:
+        raise TargetError(
+            f"configuration {config}: {who} launches no autotuned kernel, so that there is none to choose; leave it out"
         )
 
 

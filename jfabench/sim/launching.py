@@ -30,7 +30,7 @@ from .report import Finding, Report, Run
 from .rewrite import rewritten
 from .runtime import KernelError, running, semantic
 from .scheduler import POLICIES, Operation, Policy
-from .targets import TargetError, defined
+from .targets import TargetError, defined, message_of
 
 MAX_STEPS = 2_000_000  # a step is a stretch of one task, or a stage of one operation
 RESIDENT = 16  # clusters that run at once, if the caller does not say
@@ -61,6 +61,7 @@ def launch(
     autotuned kernel ``config`` chooses the configuration: its number among those that survive pruning, or a predicate.
 
     Raises:
+        TargetError: the kernel has no configuration of this number.
         KernelError: the source uses what no compiler accepts, or what cannot be simulated.
     """
     function, arguments, options = resolve(kernel, args, kwargs, config)
@@ -92,7 +93,7 @@ def launch(
 def _located(error: Exception, operation: Operation | None) -> KernelError:
     """What went wrong while a kernel's code was carried out, and at which of its lines."""
     where = places.place(operation.where) if operation else places.of_traceback(error.__traceback__)
-    what = str(error) if isinstance(error, KernelError) else f"{type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, KernelError) else f"{type(error).__name__}: {message_of(error)}"
     return KernelError(f"{what}\n    at {where}")
 
 
@@ -149,7 +150,9 @@ def checked(check: Callable[[], object], run: Run) -> list[Finding]:
     try:
         verdict = check()
     except AssertionError as error:
-        return [Finding("wrong-result", str(error).strip() or "the check failed", seed=run.seed, policy=run.policy)]
+        return [
+            Finding("wrong-result", message_of(error).strip() or "the check failed", seed=run.seed, policy=run.policy)
+        ]
     if verdict is False:
         return [Finding("wrong-result", "the check returned False", seed=run.seed, policy=run.policy)]
     if verdict is not None and verdict is not True:
@@ -202,7 +205,14 @@ def _configuration(kernel: Autotuner, given: dict[str, Any], config: int | Calla
         if not matching:
             raise ValueError(f"config: none of the {len(configs)} configurations is wanted")
         return matching[0]
-    return configs[config % len(configs)]
+    return numbered(configs, config, f"with these arguments {_name(kernel)}")
+
+
+def numbered(usable: Sequence[Any], number: int, kernel: str) -> Any:
+    """The configuration of this number, among those that ``kernel`` has. Raises TargetError with the range."""
+    if not 0 <= number < len(usable):
+        raise TargetError(f"configuration {number}: {kernel} has those from 0 to {len(usable) - 1}")
+    return usable[number]
 
 
 @functools.cache

@@ -19,20 +19,23 @@ from .places import here, place
 from .report import BarrierUse, Finding, Run, merged
 from .scheduler import DeadlockError, EndlessError, Operation, Policy, Scheduler, Stage, Task
 
+CAPABILITIES = {"sm_90": 90, "sm_100": 100}
+"""What can be simulated."""
+
 
 @dataclass(frozen=True)
 class Target:
-    """What is simulated. ``capability`` is 90 or 100."""
+    """What is simulated: one of :data:`CAPABILITIES`. Raises ValueError, with those, for anything else."""
 
     arch: str
 
     def __post_init__(self) -> None:
-        if self.arch.removeprefix("sm").strip("_a") not in ("90", "100"):
-            raise ValueError(f"arch: expected sm_90 or sm_100, got {self.arch!r}")
+        if self.arch not in CAPABILITIES:
+            raise ValueError(f"arch: expected {' or '.join(CAPABILITIES)}, got {self.arch!r}")
 
     @property
     def capability(self) -> int:
-        return int(self.arch.removeprefix("sm").strip("_a"))
+        return CAPABILITIES[self.arch]
 
     @property
     def triton_arch(self) -> str:

@@ -36,7 +36,7 @@ from .operators import truth
 from .report import Finding, Run
 from .runtime import machine
 from .scheduler import POLICIES, Policy
-from .targets import TargetError, told
+from .targets import TargetError, defined, told
 
 SLACK = 4  # a mutant may take so many times the steps of the unchanged kernel
 MORE_STEPS = 5_000  # and these
@@ -152,7 +152,8 @@ def mutate(
 
     Raises:
         BaselineError: ``run`` fails with the unchanged kernel.
-        TargetError: ``run`` returns something else than None, True or False.
+        TargetError: ``run`` returns something else than None, True or False, or launches no kernel that has the
+            configuration that ``config`` numbers.
         ValueError: a kind is not one of :data:`.mutations.KINDS`.
     """
     found = mutations(kernel, kinds)
@@ -312,11 +313,13 @@ def _trial(
         try:
             with within(arch) if within else contextlib.nullcontext():
                 found += checked(run, Run("", seed, policy))
+            if not found:
+                host.require_configuration(simulation, defined(run), options.get("config", 0))
         except _FoundError:
             pass
-        except TargetError:
+        except (TargetError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:  # a mutant may fail in any way: in the front end, or in the simulator
+        except BaseException as error:  # a mutant may fail in any way: in the front end, or in the simulator
             return _Trial("error", told(error), 0)
     if found:
         return _Trial(found[0].kind, found[0].message, 0)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import KERNELS, PACKAGE, TOLERANCE, Case, attention, attention_on, problem
+from .attention import KERNEL, KERNELS, PACKAGE, TOLERANCE, Case, attention, attention_on, problem
 from .host import simulated_gpu
+from .launching import numbered
 from .mutate import MutationReport, mutate
 
 Choose = Callable[[Any, tuple[Any, ...]], Any]
@@ -30,14 +31,15 @@ def mutate_attention(
     """Mutate the kernel of one direction, in a test that compares its results with the oracle's.
 
     With one multiprocessor its programs get as many tiles as there are. ``configuration`` is one of the kernel's
-    configurations by number; ``choose(kind, usable)`` picks one otherwise. ``options`` go to :func:`.mutate.mutate`.
+    configurations by number, which it has to have; ``choose(kind, usable)`` picks one otherwise. ``options`` go to
+    :func:`.mutate.mutate`.
     """
     prefix = KERNELS[direction]
 
     def chosen(kind: Any, usable: tuple[Any, ...]) -> Any:
         if kind.kernel != prefix:
             return usable[0]
-        return choose(kind, usable) if choose else usable[configuration % len(usable)]
+        return choose(kind, usable) if choose else numbered(usable, configuration, KERNEL)
 
     within = functools.partial(attention_on, multiprocessors=multiprocessors, choose=chosen)
     inputs, expected = problem(case, direction)

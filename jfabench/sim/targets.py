@@ -17,9 +17,13 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+_START = Path.cwd()
+"""The folder that places are shown relative to. Targets are loaded later, and may go elsewhere."""
+
 
 class TargetError(Exception):
-    """What cannot be simulated, and why: it cannot be loaded, launches nothing, or returns no verdict."""
+    """What cannot be simulated, and why: it cannot be loaded, launches nothing, has no configuration of the number
+    that is wanted, or returns no verdict."""
 
 
 class RaisedError(Exception):
@@ -49,13 +53,27 @@ def find(target: str) -> Any:
         raise TargetError(f"{target}: expected module:function, or file.py:function")
     try:
         module = _of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, TargetError):
-            raise
-        raise TargetError(f"{place} cannot be imported: {told(error)}") from error
-    if not hasattr(module, name):
-        raise TargetError(f"{place} has no function {name}")
-    return getattr(module, name)
+        if not hasattr(module, name):
+            raise TargetError(f"{place} has no function {name}")
+        return getattr(module, name)
+    except (TargetError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise TargetError(f"{place} cannot be imported: {told(error)}{_meant(place, error)}") from error
+
+
+def _meant(place: str, error: BaseException) -> str:
+    """A module that there is only within this package: where our kernels are targets, their names may leave it out."""
+    top = place.partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and error.name == top and importlib.util.find_spec(f"jfabench.{top}"):
+        return f" (did you mean jfabench.{place}?)"
+    return ""
+
+
+def anchored(target: str) -> str:
+    """`target`, but so that it means the same file when what is loaded before it has changed the folder."""
+    place, colon, name = target.rpartition(":")
+    return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else target
 
 
 def is_kernel(found: Any) -> bool:
@@ -112,9 +130,9 @@ def telling(call: Callable[[], object]) -> Callable[[], object]:
     def run() -> object:
         try:
             return call()
-        except AssertionError:
+        except (AssertionError, TargetError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise RaisedError(told(error)) from error
 
     return run
@@ -129,10 +147,20 @@ def told(error: BaseException) -> str:
 
     if isinstance(error, KernelError) and error.__cause__ is not None:
         return str(error)
-    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    message = message_of(error)
     where = _line_of_syntax(error) if isinstance(error, SyntaxError) else ""
     where = where or _line_of(error.__traceback__)
     return ": ".join(filter(None, (where, type(error).__name__, " ".join(message.split()))))
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says; of one whose `__str__` raises, just that."""
+    try:
+        return str(error.msg) if isinstance(error, SyntaxError) and error.msg else str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as another:
+        return f"(its __str__ raises {type(another).__name__})"
 
 
 def defined(call: Callable[..., object]) -> str:
@@ -144,7 +172,8 @@ def defined(call: Callable[..., object]) -> str:
 
 
 def _line_of_syntax(error: SyntaxError) -> str:
-    return f"{_shown(error.filename)}:{error.lineno}" if error.filename and error.lineno else ""
+    file: object = error.filename  # people may raise one with anything
+    return f"{_shown(file)}:{error.lineno}" if isinstance(file, str) and file and error.lineno else ""
 
 
 def _line_of(raised: TracebackType | None) -> str:
@@ -163,5 +192,5 @@ def _libraries() -> tuple[Path, ...]:
 
 
 def _shown(file: str) -> str:
-    """Relative to the present folder, if it is below."""
-    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
+    """Relative to the folder at the start, if it is below."""
+    return os.path.relpath(file, _START) if Path(file).is_relative_to(_START) else file

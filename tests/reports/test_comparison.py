@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from rich.console import Console
 from screens import show_page
 
-from jfabench import regression
+from jfabench import compare, regression
 from jfabench.intervals import Interval
+from jfabench.records import Measurement, Record, Status
 from jfabench.regression import Blocks, CaseResult, Comparison, Noise
 from jfabench.reports import comparison
 
@@ -56,6 +58,63 @@ def test_what_matters_comes_first() -> None:
 def test_the_sentence_counts_everything() -> None:
     expected = "6 cases: 1 no longer right; 1 faster, 2 slower, 2 same, 1 cannot tell (a change counts from 2.0%)"
     assert comparison.outcome(FOUND) == expected
+
+
+def blocks(*records: Record) -> compare.Block:
+    return {record.case: record for record in records}
+
+
+def without_time(n: int, status: Status, reason: str) -> Record:
+    record = nights.record(nights.case(n), 1.0, nights.night(0))
+    return replace(record, status=status, reason=reason, measurement=None)
+
+
+NO_GPU = "needs a GPU: run it on\n  a machine that has one"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "told"),
+    [
+        (
+            [without_time(n, "unavailable", NO_GPU) for n in range(12)],
+            [without_time(n, "unavailable", NO_GPU) for n in range(12)],
+            "12 unavailable: needs a GPU: run it on a machine that has one",
+        ),
+        (
+            [nights.record(nights.case(n), 1.0, nights.night(0)) for n in range(4)],
+            [without_time(n, "failed" if n else "oom", "") for n in range(3)],
+            "2 failed; 1 oom; 1 in one of the two only",
+        ),
+        (
+            [nights.record(nights.case(1), 1.0, nights.night(0))],
+            [nights.record(nights.case(1), 1.0, nights.night(0), measurement=Measurement("wall", ((1.0,),), "time"))],
+            "1 without times of the same mode",
+        ),
+        (
+            [without_time(n, "failed", f"reason {n}") for n in range(6)],
+            [without_time(n, "failed", f"reason {n}") for n in range(6)],
+            "1 failed: reason 0; 1 failed: reason 1; 1 failed: reason 2; 1 failed: reason 3; and others",
+        ),
+    ],
+)
+@pytest.mark.parametrize("paired", [True, False])
+def test_a_comparison_without_any_time_says_why(
+    a: list[Record], b: list[Record], told: str, paired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = compare.from_blocks(("A", "B"), ([blocks(*a)], [blocks(*b)]), paired=paired)
+    assert found.unmeasured == f"nothing was measured on both sides, so that nothing is known: {told}"
+    assert comparison.outcome(found) == f"{len(a)} cases: {found.unmeasured}"
+    assert comparison.markdown(found).startswith(f"{len(a)} cases: nothing was measured")
+    assert told in comparison.write_page(found, tmp_path).read_text()
+
+
+def test_one_case_with_times_makes_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    side = [blocks(nights.record(nights.case(1), 1.0, nights.night(0)), without_time(2, "unavailable", NO_GPU))]
+    found = compare.from_blocks(("A", "B"), (side, side), paired=False)
+    assert found.unmeasured == ""
+    assert comparison.outcome(found) == "2 cases: 2 cannot tell (a change counts from 2.0%)"
 
 
 def test_the_table_has_every_number(tmp_path: Path) -> None:

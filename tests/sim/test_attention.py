@@ -7,7 +7,8 @@ import re
 import pytest
 
 from jfabench.sim import CASES, Case, simulate_attention
-from jfabench.sim.attention import numbered
+from jfabench.sim.launching import numbered
+from jfabench.sim.targets import TargetError
 
 # Small, but with several tiles and steps, sequences that end within a block, and every role waiting for every other.
 SMALL = {
@@ -87,11 +88,11 @@ def test_a_case_has_what_its_text_says() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_configurations_are_numbered_from_0(count: int) -> None:
     usable = "abc"[:count]
-    assert [numbered(usable, number) for number in range(count)] == list(usable)
+    assert [numbered(usable, number, "it") for number in range(count)] == list(usable)
     for number in (-1, count, count + 4):
-        sentence = f"configuration {number}: for this case the kernel has those from 0 to {count - 1}"
-        with pytest.raises(ValueError, match=sentence):
-            numbered(usable, number)
+        sentence = f"configuration {number}: it has those from 0 to {count - 1}"
+        with pytest.raises(TargetError, match=sentence):
+            numbered(usable, number, "it")
 
 
 @pytest.mark.parametrize(("direction", "case", "configuration"), RUNS)

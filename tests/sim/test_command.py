@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -74,8 +73,6 @@ def test_our_kernels(capsys: pytest.CaptureFixture[str]) -> None:
             "lacks the keys of each sequence",
         ),
         (["kernels.attention.fwd_sm90", "--case", "keys=9,heads=3,kv_heads=2"], "heads=3: expected a multiple of"),
-        (["kernels.attention.fwd_sm90", "--arch", "sm_80"], "arch: expected sm_90 or sm_100, got 'sm_80'"),
-        (["json:loads", "--arch", "hopper"], "arch: expected sm_90 or sm_100, got 'hopper'"),
         (["gc:isenabled"], "isenabled launched no kernel"),
         (["json:loads"], "loads cannot be called without arguments"),
     ],
@@ -83,33 +80,6 @@ def test_our_kernels(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_simulated(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("arch", ["90", "100"])
-def test_a_configuration_that_there_is_not(direction: str, arch: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"kernels.attention.{direction}_sm{arch}", "--case", "keys=1", "--seeds", "1", "--policy", "early"]
-    assert main(["simulate", *words, "--configuration", "99"]) == 2
-    shown = capsys.readouterr()
-    error = r"jfabench: configuration 99: for this case the kernel has those from 0 to \d+\n"
-    assert re.fullmatch(error, shown.err)
-    assert shown.out == ""
-
-
-@pytest.mark.parametrize("number", ["-1", "1.5", "first", ""])
-def test_what_is_no_number_of_a_configuration(number: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", "kernels.attention.fwd_sm90", "--configuration", number])
-    assert ended.value.code == 2
-    assert f"--configuration: {number}: expected a whole number, at least 0" in capsys.readouterr().err
-
-
-def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nowhere = str(tmp_path / "missing" / "report.json")
-    assert main(["simulate", write(tmp_path, "1.0"), "--seeds", "1", "--json", nowhere]) == 2
-    shown = capsys.readouterr()
-    assert "nothing found" in shown.out
-    assert "the report cannot be written (No such file or directory)" in shown.err
 
 
 def test_a_file_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

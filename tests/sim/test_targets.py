@@ -29,7 +29,23 @@ def check():
 """
 LINE = len(HEAD.splitlines()) + 1  # of what a test puts after it
 
+ODD = {  # exceptions that are not like others
+    "not an Exception": ("raise type('Odd', (BaseException,), {})('odd')\n", "Odd: odd"),
+    "of a generator": ("raise GeneratorExit\n", "GeneratorExit"),
+    "of pytest": ("import pytest; pytest.skip('no GPU', allow_module_level=True)\n", "Skipped: no GPU"),
+    "without a message": (
+        "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})\n",
+        "Mute: (its __str__ raises ZeroDivisionError)",
+    ),
+    "with a message that is no text": (
+        "raise type('Mute', (BaseException,), {'__str__': lambda self: 7})\n",
+        "Mute: (its __str__ raises TypeError)",
+    ),
+    "syntax error without a message": ("raise SyntaxError\n", "SyntaxError: None"),
+    "syntax error of no file": ("raise SyntaxError('odd', (7, 'x', 1, 'y'))\n", "SyntaxError: odd"),
+}
 NOT_LOADED = {
+    **ODD,
     "syntax error": ("def broken(:\n", "SyntaxError: invalid syntax"),
     "indentation": ("x = 1\n  y = 2\n", "IndentationError: unexpected indent"),
     "missing package": ("import no_such_package\n", "ModuleNotFoundError: No module named 'no_such_package'"),
@@ -39,6 +55,7 @@ NOT_LOADED = {
     "in a library": ("torch.zeros(2) @ torch.zeros(3)\n", "RuntimeError: "),
 }
 RAISED = {
+    **{name: (f"    {text}", message) for name, (text, message) in ODD.items()},
     "name": ("    undefined\n", "NameError: name 'undefined' is not defined"),
     "attribute": ("    torch.no_such_function()\n", "AttributeError: module 'torch' has no attribute"),
     "in a library": ("    out.view(7, 7)\n", "RuntimeError: shape '[7, 7]' is invalid"),
@@ -103,6 +120,61 @@ def test_a_function_without_a_verdict(kind: str, tmp_path: Path, capsys: pytest.
         assert f"{tmp_path.name}.py:9: check returned a value of type {name}: expected None, True, or False" in error
 
 
+def test_a_verdict_without_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = write(tmp_path, "    raise type('Mute', (AssertionError,), {'__str__': lambda self: 1 / 0})\n")
+    simulated, mutated = commands(target)
+    assert main(simulated) == 1
+    assert "wrong-result: (its __str__ raises ZeroDivisionError)" in capsys.readouterr().out
+    assert "wrong-result: (its __str__ raises ZeroDivisionError)" in said(mutated, 1, capsys)
+
+
+@pytest.mark.parametrize("indent", ["", "    "], ids=["loaded", "called"])
+def test_an_interruption_is_none_of_the_targets_mistakes(
+    indent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in commands(write(tmp_path, f"{indent}raise KeyboardInterrupt\n")):
+        assert main(words) == 130
+        assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_a_module_that_raises_when_it_is_asked_for_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = write(tmp_path, "def __getattr__(name): raise BaseException(name)\n").replace(":check", ":other")
+    assert f"{tmp_path.name}.py:{LINE}: BaseException: other\n" in said(["simulate", target], 2, capsys)
+
+
+GONE = {
+    "loaded": ("import os; os.chdir('/'); undefined\n", "{name}.py cannot be imported: {name}.py:{line}: NameError"),
+    "called": ("    import os; os.chdir('/'); undefined\n", "{name}.py:{line}: NameError"),
+    "wrong type": ("    import os; os.chdir('/'); return 7\n", "{name}.py:9: check returned a value of type int"),
+}
+
+
+@pytest.mark.parametrize("when", GONE)
+def test_places_are_shown_from_the_folder_at_the_start(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, message = GONE[when]
+    monkeypatch.setattr(targets, "_START", tmp_path)
+    target = Path(write(tmp_path, text)).name
+    for words in commands(target):
+        monkeypatch.chdir(tmp_path)
+        error = said(words, 2 if when != "called" else 1, capsys)
+        assert Path.cwd() == Path("/")
+        expected = message.format(name=tmp_path.name, line=LINE)
+        assert error.startswith(f"jfabench: {expected}") or f"error: {expected}" in error
+
+
+def test_a_kernels_file_is_found_wherever_the_functions_file_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "goes_away.py").write_text("import os; os.chdir('/')\ndef check(): pass\n")
+    (tmp_path / "stays_here.py").write_text("kernel = 3\n")
+    error = said(["mutate", "goes_away.py:check", "--kernel", "stays_here.py:kernel"], 2, capsys)
+    assert error == "jfabench: stays_here.py:kernel: expected a @triton.jit function\n"
+
+
 def test_a_function_that_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = write(tmp_path, "def check(): return True\n")
     error = said(["simulate", target, "--seeds", "1"], 2, capsys)
@@ -154,8 +226,21 @@ def test_a_module_that_there_is_not_has_no_line(capsys: pytest.CaptureFixture[st
     assert error == "jfabench: no.such.module cannot be imported: ModuleNotFoundError: No module named 'no'\n"
 
 
+@pytest.mark.parametrize("module", ["kernels.attention.fwd_sm90", "operators.providers"])
+def test_a_module_of_ours_by_half_its_name(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not (Path(folder) / "kernels").exists()])
+    top = module.partition(".")[0]
+    assert said(["simulate", f"{module}:check"], 2, capsys) == (
+        f"jfabench: {module} cannot be imported: ModuleNotFoundError: No module named '{top}' (did you mean "
+        f"jfabench.{module}?)\n"
+    )
+
+
 def test_the_process_ends_without_a_traceback(tmp_path: Path) -> None:
-    target = write(tmp_path, "    raise SystemExit(0)\n")
+    target = write(tmp_path, "    import os; os.chdir('/'); raise SystemExit(0)\n")
     command = [sys.executable, "-m", "jfabench", "simulate", target, "--seeds", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
     assert done.returncode == 1
