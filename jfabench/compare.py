@@ -156,9 +156,9 @@ def from_blocks(
             "folders), or the noise of this machine once: python -m jfabench compare --aa --config jagged.yaml"
         )
     means = _means(cases, blocks, paired, noise)
-    # What was wrong, and has a time now, tells something, too.
-    known = any(result.blocks.b and (result.blocks.a or result.status[0] == "wrong") for result in ordered)
-    why = "" if known else _why_unmeasured(ordered, blocks)
+    # That what was wrong is right tells something, too.
+    tells = any((result.blocks.a and result.blocks.b) or result.status == ("wrong", "ok") for result in ordered)
+    why = "" if tells else _why_unmeasured(ordered, blocks)
     return Comparison(labels, machine, tuple(ordered), means, limit, noise, tuple(notes), why)
 
 
