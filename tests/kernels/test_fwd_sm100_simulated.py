@@ -9,19 +9,17 @@ import os
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from unittest import mock
 
+import forward_problems
 import pytest
 import torch
-from torch import Tensor
+from forward_problems import POLICIES, check
 
-from jfabench.kernels import jagged_flash_attention
-from jfabench.kernels.attention.config_sm100 import LOW, ON_DEMAND, PAIR, SHORT, WIDE, ForwardConfig
-from jfabench.kernels.attention.problem import Problem as Call
+from jfabench.kernels.attention.config_sm100 import LOW, ON_DEMAND, PAIR, SHORT, WIDE
 
 sys.path.insert(0, str(Path(__file__).parent / "numerics"))
-from attention_check import answer
 from attention_oracle import Problem
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")
@@ -35,34 +33,8 @@ CONFIGS = {
     "pair on demand": replace(PAIR, order="clc"),
     "plain": replace(WIDE, order="rounds", growth=0.0, polynomial=0, peel=False, p_parts=1, kv_stages=3),
 }
-POLICIES = ("random", "early", "late")
 
-
-def poisoned(call: Call) -> tuple[Tensor, Tensor]:
-    """Outputs in which what is not written shows."""
-    rows = call.sequences.rows
-    return call.q.new_full((rows, call.heads, call.head_dim), torch.nan), torch.full((call.heads, rows), torch.nan)
-
-
-def forward(problem: Problem, config: ForwardConfig, seed: int, policy: str, processors: int) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` from the simulator, which must have found nothing."""
-    from jfabench.sim.attention import attention_on
-    from jfabench.sim.host import simulated_gpu
-
-    with (
-        simulated_gpu("sm_100", seed, policy) as simulation,
-        attention_on("sm_100", multiprocessors=processors, choose=lambda _kind, _usable: config),
-        mock.patch.object(Call, "new_outputs", poisoned),
-    ):
-        found = jagged_flash_attention(
-            problem.q, problem.k, problem.v, problem.k_offsets, return_lse=True, **problem.options
-        )
-    assert simulation.ok, "\n".join(str(run) for run in simulation.runs if not run.ok)
-    return found
-
-
-def check(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    answer(problem, torch.zeros_like(out)).check({"out": out}, lse)
+forward = partial(forward_problems.forward, "sm_100")
 
 
 def drawn(seed: int, head_dims: tuple[int, ...]) -> Problem:

@@ -9,55 +9,28 @@ import os
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from unittest import mock
 
+import forward_problems
 import pytest
 import torch
 from backward_problems import drawn, make
+from forward_problems import POLICIES, check
 from torch import Tensor
 
-from jfabench.kernels import jagged_flash_attention
 from jfabench.kernels.attention import launch_sm90
-from jfabench.kernels.attention.config_sm90 import FORWARD, ForwardConfig
-from jfabench.kernels.attention.problem import Problem as Call
+from jfabench.kernels.attention.config_sm90 import FORWARD
 from jfabench.kernels.attention.problem import make_problem
-from jfabench.sim.attention import attention_on
-from jfabench.sim.host import simulated_gpu
 
 sys.path.insert(0, str(Path(__file__).parent / "numerics"))
-from attention_check import answer
-from attention_oracle import Problem
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")
 
 WIDE, SHORT, LOW = FORWARD
 CONFIGS = {"wide": WIDE, "short": SHORT, "low": LOW, "late, all masked": replace(WIDE, late=True, peel=False)}
-POLICIES = ("random", "early", "late")
 
-
-def poisoned(call: Call) -> tuple[Tensor, Tensor]:
-    """Outputs in which what is not written shows."""
-    rows = call.sequences.rows
-    return call.q.new_full((rows, call.heads, call.head_dim), torch.nan), torch.full((call.heads, rows), torch.nan)
-
-
-def forward(problem: Problem, config: ForwardConfig, seed: int, policy: str, processors: int) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` from the simulator, which must have found nothing."""
-    with (
-        simulated_gpu("sm_90", seed, policy) as simulation,
-        attention_on("sm_90", multiprocessors=processors, choose=lambda _kind, _usable: config),
-        mock.patch.object(Call, "new_outputs", poisoned),
-    ):
-        found = jagged_flash_attention(
-            problem.q, problem.k, problem.v, problem.k_offsets, return_lse=True, **problem.options
-        )
-    assert simulation.ok, "\n".join(str(run) for run in simulation.runs if not run.ok)
-    return found
-
-
-def check(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    answer(problem, torch.zeros_like(out)).check({"out": out}, lse)
+forward = partial(forward_problems.forward, "sm_90")
 
 
 def check_drawn(name: str, seed: int) -> None:
