@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,3 +262,9 @@ def test_help_answers_at_once() -> None:
         run_python("-m", "jfabench", "--help")
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.5
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """pytest imports them by their names alone, so that of two alike one is not run."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
