@@ -109,8 +109,10 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _kept(compare: Any, root: Path) -> str:
     """What is left of a comparison that did not come to its end."""
-    if not compare.is_results(root / "b"):
-        return "Nothing was measured yet."
+    try:
+        compare.from_folders(root / "a", root / "b")
+    except compare.CompareError:  # that command would say so, too
+        return "Nothing was measured on both sides yet."
     return f"What was measured is kept: python -m jfabench compare {root / 'a'} {root / 'b'}"
 
 

@@ -352,6 +352,24 @@ def test_an_interrupted_comparison_says_how_to_compare_what_is_there(
     assert main(["compare", str(out / "a"), str(out / "b"), "--out", str(tmp_path / "late")]) == 0
 
 
+def test_a_comparison_interrupted_before_both_sides_have_a_case_keeps_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = str(fake_tree.make(tmp_path / "A"))
+    for number, others in enumerate((None, [nights.record(nights.case(3), 1e-3, nights.night(0))])):
+
+        def interrupted(plan: interleaved.Plan, root: Path, say: Any, others: Any = others) -> None:
+            side(root / "a", block())
+            if others is not None:
+                side(root / "b", others)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(interleaved, "measure", interrupted)
+        words = ["--config", "jagged.yaml", "--device", "cpu", "--out", str(tmp_path / f"out{number}")]
+        assert main(["compare", "--aa", tree, *words]) == 130
+        assert capsys.readouterr().err.strip().endswith("Nothing was measured on both sides yet.")
+
+
 def test_a_full_disk_is_named_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = side(tmp_path / "a", block())
     (tmp_path / "file").write_text("")
