@@ -59,7 +59,7 @@ def decide(rounds: Sequence[Sequence[float]], policy: MeasurePolicy) -> Reason |
     take longer than `policy.max_seconds`.
     """
     samples = sum(map(len, rounds))
-    if len(rounds) < policy.rounds or samples < min(policy.min_iterations, policy.max_iterations):
+    if len(rounds) < policy.rounds or samples < policy.min_iterations:
         return None
     if is_precise(rounds, policy.target):
         return "precision"
@@ -78,7 +78,7 @@ def iterations_for_round(estimate: float, policy: MeasurePolicy) -> int:
     few long ones, and let a case end as soon as it is precise.
     """
     rounds = policy.rounds * _ROUNDS_UNTIL_CAP
-    least = math.ceil(min(policy.min_iterations, policy.max_iterations) / policy.rounds)
+    least = math.ceil(policy.min_iterations / policy.rounds)
     most = max(math.ceil(policy.max_iterations / rounds), least)
     affordable = policy.max_seconds / rounds / max(estimate, 1e-9)
     return min(max(int(min(affordable, most)), least), most)

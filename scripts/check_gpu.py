@@ -25,6 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jfabench import command_line
+
 ROOT = Path(__file__).resolve().parent.parent
 NUMERICS = "tests/kernels/numerics"
 SANITIZER = "compute-sanitizer"
@@ -85,20 +87,16 @@ def ran(started: Sequence[Process], logs: Path) -> list[Process]:
     return [process for process, code in zip(started, codes, strict=True) if code]
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return number
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Are the kernels right on this GPU?")
-    parser.add_argument("--cases", type=_count, default=400, help="random problems (default: %(default)s)")
-    parser.add_argument("--shards", type=_count, default=os.cpu_count() or 1, help="processes (default: a core each)")
+    count = command_line.whole_number(1)
+    parser.add_argument("--cases", type=count, default=400, help="random problems (default: %(default)s)")
+    parser.add_argument("--shards", type=count, default=os.cpu_count() or 1, help="processes (default: a core each)")
     parser.add_argument("--only", action="append", choices=STAGES, help="a stage (repeatable; default: all)")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="where the output goes (default: a temporary folder)")
+    parser.add_argument("--logs", metavar="DIR", help="where the output goes (default: a temporary folder)")
     arguments = parser.parse_args()
+    if arguments.logs is not None and not arguments.logs.strip():
+        parser.error("--logs needs the name of a folder")
     import torch
 
     if not torch.cuda.is_available():
@@ -110,7 +108,7 @@ def main() -> int:
         if stages == ["memcheck"]:
             return 3
         stages.remove("memcheck")
-    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="jfabench-check-"))
+    logs = Path(arguments.logs or tempfile.mkdtemp(prefix="jfabench-check-"))
     logs.mkdir(parents=True, exist_ok=True)
     good = True
     for stage in stages:

@@ -87,6 +87,8 @@ def test_what_is_missing_is_said(
     assert run(script, monkeypatch, {}, "--only", "memcheck", "--logs", str(tmp_path)) == 3
     assert "compute-sanitizer is not on the PATH" in capsys.readouterr().err
     assert run(script, monkeypatch, {}, "--only", "memcheck", "--only", "gpu", "--logs", str(tmp_path)) == 0
-    with pytest.raises(SystemExit) as stopped:
-        run(script, monkeypatch, {}, "--cases", "0")
-    assert stopped.value.code == 2
+    for words in (("--cases", "0"), ("--shards", "many"), ("--logs", " ")):
+        with pytest.raises(SystemExit) as stopped:
+            run(script, monkeypatch, {}, *words)
+        assert stopped.value.code == 2
+        assert words[0] in capsys.readouterr().err

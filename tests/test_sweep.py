@@ -258,7 +258,7 @@ def test_the_line_of_the_wrong_key_is_named(tmp_path: Path) -> None:
         load_sweep(write(tmp_path, text))
 
 
-@pytest.mark.parametrize("file", ["jagged.yaml", "dense.yaml", "nightly.yaml"])
+@pytest.mark.parametrize("file", ["jagged.yaml", "dense.yaml", "nightly.yaml", "counters.yaml"])
 def test_every_valid_key_is_listed_once(file: str) -> None:
     with pytest.raises(ConfigError) as failure:
         load_sweep(file, settings=["q=1"])
