@@ -93,11 +93,12 @@ class Variant:
     schedule: Callable[..., TileList] | None = None  # `build_tiles` or alike: makes the list ahead, once for a shape
     build: bool = True  # whether a call builds a list, be it that another one is used
     programs: int | None = None  # in place of as many as are resident at once
+    queries_stay: bool = True  # in shared memory, where they can
 
     @property
     def plain(self) -> bool:
         """Whether its configuration is all that makes it."""
-        return self.schedule is None and self.programs is None
+        return self.schedule is None and self.programs is None and self.queries_stay
 
     def prepared(self, sequences: Sequences) -> TileList | None:
         if self.schedule is None:
@@ -124,6 +125,8 @@ def installed(variant: Variant, prepared: TileList | None) -> Iterator[None]:
         patch("build_tiles", tiles)
         if variant.programs is not None:
             patch("multiprocessors", lambda _: variant.programs)
+        if not variant.queries_stay:
+            patch("queries_stay", lambda *_: False)
         yield
 
 
@@ -152,7 +155,9 @@ def forward_variants() -> list[Variant]:
     base = configs.ForwardConfig()
     changed = [
         replace(base, pingpong=False),
-        replace(base, late=not base.late),
+        replace(base, late=False),
+        replace(base, lazy=False),
+        replace(base, late=False, lazy=False),
         replace(base, peel=False),
         replace(base, block_n=64),
         replace(base, block_n=64, kv_stages=4),
@@ -166,6 +171,7 @@ def forward_variants() -> list[Variant]:
         forward("schedule none", dealt, unsorted_tiles),
         forward("schedule sorted", dealt),
         forward("schedule LPT, a program a tile", dealt, programs=2**31),
+        forward("queries loaded for each tile", base, queries_stay=False),
         *(forward(difference(base, config), config) for config in dict.fromkeys(changed)),
     ]
 

@@ -35,7 +35,7 @@ def test_every_idea_has_a_row(ablation: Any) -> None:
     names = [variant.name for variant in forward]
     for word in ("zigzag", "none", "sorted", "LPT"):
         assert any("schedule" in name and word in name for name in names), word
-    assert {"peel=False", "pingpong=False", "late=True"} <= set(names)
+    assert {"peel=False", "pingpong=False", "late=False", "lazy=False", "queries loaded for each tile"} <= set(names)
     stages = {variant.config.kv_stages for variant in forward if variant.config.block_n == 64}
     assert stages == {2, 4}
     assert {"add_dq=False", "stages=3"} <= {variant.name for variant in backward}

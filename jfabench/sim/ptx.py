@@ -6,6 +6,7 @@ instructions (``ex2.approx`` and the like) are computed in float32 and rounded.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,13 +84,28 @@ def _from_registers(columns: list[np.ndarray], dtype: tl.dtype, pack: int) -> np
 def _run(asm: str, registers: Registers, shape: tuple[int, ...]) -> None:
     text = re.sub(r"//[^\n]*", "", asm).replace("\n", " ").strip()
     text = text.removeprefix("{").removesuffix("}") if text.startswith("{") and text.endswith("}") else text
+    skipping: dict[str, np.ndarray] = {}  # the invocations that have branched to a label further on
     for statement in text.split(";"):
         words = statement.strip()
+        while label := re.match(r"([A-Za-z_$][\w$]*):", words):
+            skipping.pop(label[1], None)
+            words = words[label.end() :].strip()
         if not words or words.startswith(".reg"):
             continue
-        opcode, _, rest = words.partition(" ")
+        guard = None
+        if words.startswith("@"):
+            name, _, words = words.removeprefix("@").partition(" ")
+            guard = ~registers[name[1:]] if name.startswith("!") else registers[name]
+        opcode, _, rest = words.strip().partition(" ")
         operands = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
-        _instruction(opcode, operands, registers, shape)
+        away = functools.reduce(np.logical_or, skipping.values(), np.zeros(1, bool))
+        taken = ~away if guard is None else guard & ~away
+        if opcode.split(".")[0] == "bra":
+            skipping[operands[0]] = taken
+        else:
+            _instruction(opcode, operands, registers, shape, taken)
+    if skipping:
+        raise KernelError(f"inline PTX: only branches to labels further on can be simulated, not to {min(skipping)}")
 
 
 def _value(text: str, registers: Registers) -> np.ndarray:
@@ -113,19 +129,24 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0].astype(np.uint64) | (parts[1].astype(np.uint64) << np.uint64(32))
 
 
-def _set(target: str, value: np.ndarray, registers: Registers) -> None:
+def _set(target: str, value: np.ndarray, registers: Registers, taken: np.ndarray) -> None:
+    """Gives a register its value in the invocations where the instruction is ``taken``."""
     if target.startswith("{"):
         names = [name.strip() for name in target.strip("{}").split(",")]
         if value.dtype == np.uint64:
-            registers[names[0]] = (value & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-            registers[names[1]] = (value >> np.uint64(32)).astype(np.uint32)
+            parts = [(value & np.uint64(0xFFFFFFFF)).astype(np.uint32), (value >> np.uint64(32)).astype(np.uint32)]
         else:
             width = 32 // len(names)
-            for i, name in enumerate(names):
-                part = (value >> np.uint32(i * width)) & np.uint32((1 << width) - 1)
-                registers[name] = part.astype(np.uint16) if width == 16 else part.astype(np.uint32)
-    else:
+            kind = np.uint16 if width == 16 else np.uint32
+            parts = [
+                ((value >> np.uint32(i * width)) & np.uint32((1 << width) - 1)).astype(kind) for i in range(len(names))
+            ]
+        for name, part in zip(names, parts, strict=True):
+            _set(name, part, registers, taken)
+    elif taken.all() or target not in registers:
         registers[target] = value
+    else:
+        registers[target] = np.where(taken, value, registers[target])
 
 
 def _f32(bits: np.ndarray) -> np.ndarray:
@@ -170,7 +191,20 @@ _INTEGER: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-def _instruction(opcode: str, operands: list[str], registers: Registers, shape: tuple[int, ...]) -> None:
+_COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
+    "eq": np.equal,
+    "ne": lambda a, b: (a < b) | (a > b),
+    "neu": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+
+
+def _instruction(
+    opcode: str, operands: list[str], registers: Registers, shape: tuple[int, ...], taken: np.ndarray
+) -> None:
     name, *modifiers = opcode.split(".")
     target, sources = operands[0], [_value(text, registers) for text in operands[1:]]
     if name == "mov":
@@ -179,6 +213,15 @@ def _instruction(opcode: str, operands: list[str], registers: Registers, shape: 
             value = value.astype(np.uint32)
     elif name == "cvt":
         value = _convert(modifiers, sources)
+    elif name == "setp" and modifiers[-1] == "f32":
+        value = _COMPARISONS[modifiers[0]](_f32(sources[0]), _f32(sources[1]))
+        if modifiers[1] in ("and", "or"):
+            value = np.logical_and(value, sources[2]) if modifiers[1] == "and" else np.logical_or(value, sources[2])
+    elif name == "selp":
+        value = np.where(sources[2], sources[0], sources[1])
+    elif name == "vote" and modifiers == ["sync", "any", "pred"]:
+        # Which invocations share a warp is not known here: all do.
+        value = np.full(sources[0].shape, (sources[0] & taken).any())
     elif name == "redux":
         value = _warp_reduce(modifiers, sources[0], shape)
     elif "f32x2" in modifiers:
@@ -192,7 +235,7 @@ def _instruction(opcode: str, operands: list[str], registers: Registers, shape: 
         value = _INTEGER[name](*[source.astype(np.uint32) for source in sources]).astype(np.uint32)
     else:
         raise KernelError(f"the PTX instruction {opcode} cannot be simulated")
-    _set(target, value, registers)
+    _set(target, value, registers, taken)
 
 
 def _float_pair(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -249,6 +292,10 @@ _LIBDEVICE: dict[str, Callable[..., np.ndarray]] = {
     "exp2f": np.exp2,
     "fast_expf": np.exp,
     "expf": np.exp,
+    "log2f": np.log2,
+    "fast_log2f": np.log2,
+    "logf": np.log,
+    "fast_logf": np.log,
     "tanhf": np.tanh,
     "fast_tanhf": np.tanh,
     "rcp_rn": lambda x: np.float32(1) / x,

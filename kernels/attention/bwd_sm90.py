@@ -501,7 +501,7 @@ def _allocate(k, v, q, dout, D: tl.constexpr, STAGES: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["rows", "kv_heads", "left", "right"])
+@triton.jit(do_not_specialize=["rows", "left", "right"])
 def backward_sm90_kernel(
     q,  # ragged descriptor of [total_q or M, H * D], blocks of [64, D]
     k,  # ragged descriptor of [total_k, H_kv * D], blocks of [64, D]
@@ -515,11 +515,11 @@ def backward_sm90_kernel(
     delta,  # likewise: row sums of dout * out
     tiles,  # list of tiles of 128 keys
     rows,
-    kv_heads,
     sm_scale,
     left,
     right,
     record,  # see :mod:`.record`; None: nothing is recorded
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     STAGES: tl.constexpr,  # steps of queries in shared memory, at least two
@@ -529,7 +529,7 @@ def backward_sm90_kernel(
 ):
     """A persistent program. ``dk`` and ``dv`` are complete; ``dq`` lacks the factor ``sm_scale``."""
     buffers = _allocate(k, v, q, dout, D, STAGES)
-    walk = start_walk(tiles, kv_heads, True)
+    walk = start_walk(tiles, KV_HEADS, True)
     inputs = (q, dout, lse2, delta, rows)
     outputs = (dk, dv)
     window = (left, right)

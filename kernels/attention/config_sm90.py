@@ -22,8 +22,9 @@ class ForwardConfig:
     ``registers``; ``residents`` programs share a multiprocessor.
 
     ``pingpong``: the consumers take turns to issue matmuls. ``zigzag``: every other round of tiles is dealt backwards.
-    ``late``: probabilities are rounded after the next scores were started, at the price of registers. ``peel``: blocks
-    of keys that every query sees whole are not masked.
+    ``late``: probabilities are rounded after the next scores were started, at the price of registers. ``lazy``: maxima
+    are raised, and the output rescaled, only where they have grown 256-fold. ``peel``: blocks of keys that every query
+    sees whole are not masked.
     """
 
     consumers: int = 2
@@ -34,7 +35,8 @@ class ForwardConfig:
     registers: int = 240
     pingpong: bool = True
     zigzag: bool = True
-    late: bool = False
+    late: bool = True
+    lazy: bool = True
     peel: bool = True
 
     @property
@@ -96,8 +98,8 @@ Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
 FORWARD = (
     ForwardConfig(),
-    ForwardConfig(block_n=64, kv_stages=4),
-    ForwardConfig(consumers=1, block_n=64, residents=2, registers=216, pingpong=False),
+    ForwardConfig(block_n=64, kv_stages=4, late=False, lazy=False),
+    ForwardConfig(consumers=1, block_n=64, residents=2, registers=216, pingpong=False, late=False, lazy=False),
 )
 BACKWARD = (BackwardConfig(), BackwardConfig(late_dq=False), BackwardConfig(add_dq=False))
 CANDIDATES: dict[str, tuple[ForwardConfig, ...] | tuple[BackwardConfig, ...]] = {
@@ -134,7 +136,7 @@ def default(kind: Kind) -> ForwardConfig | BackwardConfig:
     wide, short, low = FORWARD
     if kind.mean_q <= ROWS:
         return low
-    if kind.mean_k < 512:  # the mean is rounded down to a power of two
+    if kind.mean_k < 256:  # the mean is rounded down to a power of two
         return short
     return wide
 

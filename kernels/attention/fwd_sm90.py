@@ -24,11 +24,13 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra import libdevice
 
 from .blocks import clip_to_window, visible_span
 from .pipeline import Ring, make_ring, wait_stores
 from .ragged import Rows
 from .record import LOADER, WAIT_K, WAIT_MATMUL, WAIT_Q, WAIT_TURN, WAIT_V, start_watch
+from .rescale import rescaled
 from .softmax import LN2, NEG_INF, online_softmax
 from .tiles import load_tile
 from .walk import start_walk
@@ -47,6 +49,19 @@ class Buffers:
     k: Ring
     v: Ring
     out: tlx.buffered_tensor  # [64, D] for each consumer
+    resident: tl.constexpr  # all queries of the program's only head stay in the slots of Q, tile after tile
+
+    @triton.jit
+    def queries(self, i, task):
+        """The use of the ring of Q that has those of ``task``, which is the ``i``-th of the walk."""
+        if self.resident:
+            i = task.first // (self.q.parts * ROWS)
+        return i
+
+    @triton.jit
+    def release_queries(self, i):
+        if not self.resident:
+            self.q.release(i)
 
 
 @aggregate
@@ -132,35 +147,58 @@ def _task(walk, i, BLOCK_M: tl.constexpr):
     return Task(head, block * BLOCK_M, q_len, k_len, out_start), q_start, k_start
 
 
+@aggregate
+class Values:
+    """Where a block of V begins, and the rows of its sequence."""
+
+    key: tl.tensor
+    column: tl.tensor
+    start: tl.tensor
+    length: tl.tensor
+
+
+@triton.jit
+def _load_values(buffers, v, step, values, watch):
+    if step >= 0:
+        buffers.v.acquire(step, watch)
+        buffers.v.load(step, v, values.key, values.column, Rows(values.start, values.length))
+
+
 @triton.jit
 def _load(buffers, q, k, v, walk, window, record, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr):
     BLOCK_N: tl.constexpr = buffers.k.tiles.shape[0]
     steps = 0
     watch = start_watch(record, LOADER)
     task, q_start, k_start = _task(walk, 0, BLOCK_M)
+    late = Values(task.first, task.head, k_start, task.k_len)  # of no step yet
+    if buffers.resident and walk.count > 0:
+        for block in tl.static_range(buffers.q.depth):
+            buffers.q.load(block, q, block * BLOCK_M, task.head * D)
     for i in range(walk.count):
         # A tile ahead, so that what the list says is there when it is needed.
         next_task, next_q_start, next_k_start = _task(walk, i + 1, BLOCK_M)
         column = task.head // GROUP * D
-        buffers.q.acquire(i, watch)
-        buffers.q.load(i, q, q_start + task.first, task.head * D)
+        if not buffers.resident:
+            buffers.q.acquire(i, watch)
+            buffers.q.load(i, q, q_start + task.first, task.head * D)
         keys = task.keys(window, BLOCK_M, BLOCK_N)
-        sequence = Rows(k_start, task.k_len)
         for j in range(keys.count()):
             key = keys.key(j)
             buffers.k.acquire(steps, watch)
-            buffers.k.load(steps, k, key, column, sequence)
-            buffers.v.acquire(steps, watch)
-            buffers.v.load(steps, v, key, column, sequence)
+            buffers.k.load(steps, k, key, column, Rows(k_start, task.k_len))
+            # V of the step before: its slot is free later than that of K, which is needed earlier.
+            _load_values(buffers, v, steps - 1, late, watch)
+            late = Values(key, column, k_start, task.k_len)
             steps += 1
         task, q_start, k_start = next_task, next_q_start, next_k_start
         watch = watch.next(walk)
+    _load_values(buffers, v, steps - 1, late, watch)
 
 
 @triton.jit
-def _scores(buffers, i, step, me):
-    """Start ``Q K^T`` ``[64, BLOCK_N]``."""
-    return tlx.async_dot(buffers.q.tile(i, me.index), tlx.local_trans(buffers.k.tile(step, 0)))
+def _scores(buffers, use, step, me):
+    """Start ``Q K^T`` ``[64, BLOCK_N]``, of the ``use``-th use of the ring of Q."""
+    return tlx.async_dot(buffers.q.tile(use, me.index), tlx.local_trans(buffers.k.tile(step, 0)))
 
 
 @triton.jit
@@ -177,7 +215,7 @@ def _mask(scores, task, row, first, window):
 
 
 @triton.jit
-def _overlapped_step(state, buffers, i, step, place, rules, me, watch, EDGE: tl.constexpr):
+def _overlapped_step(state, buffers, use, step, place, rules, me, watch, EDGE: tl.constexpr, LAZY: tl.constexpr):
     """``S`` of block ``step`` beside ``O += P V`` of the one before, then the softmax of ``S``.
 
     ``state`` is ``acc [64, D], p [64, BLOCK_N], peak [64], total [64, 8]``, ``place`` the task, the consumer's first
@@ -188,7 +226,7 @@ def _overlapped_step(state, buffers, i, step, place, rules, me, watch, EDGE: tl.
     v = buffers.v.tile(step - 1, 0)
     buffers.k.wait(step, watch)
     me.wait_turn(watch)
-    scores = _scores(buffers, i, step, me)
+    scores = _scores(buffers, use, step, me)
     buffers.v.wait(step - 1, watch)
     acc = tlx.async_dot(p.to(v.type.element_ty), v, acc)
     me.pass_turn()
@@ -198,13 +236,14 @@ def _overlapped_step(state, buffers, i, step, place, rules, me, watch, EDGE: tl.
     buffers.k.release(step)
     if EDGE:
         scores = _mask(scores, place[0], place[1], place[2], window)
-    probabilities, peak, decay = online_softmax(scores, peak, scale_log2, GUARDED=EDGE)
+    probabilities, peak, decay = online_softmax(scores, peak, scale_log2, GUARDED=EDGE, LAZY=LAZY)
     total = total * decay[:, None] + _partial_sums(probabilities)
     since = watch.now()
     acc = tlx.async_dot_wait(0, acc)
     watch.waited(WAIT_MATMUL, since)
     buffers.v.release(step - 1)
-    return acc * decay[:, None], probabilities.to(p.dtype), peak, total
+    acc = rescaled(acc, decay) if LAZY else acc * decay[:, None]
+    return acc, probabilities.to(p.dtype), peak, total
 
 
 @triton.jit
@@ -217,6 +256,7 @@ def _attend(
     record,
     D: tl.constexpr,
     LATE: tl.constexpr,
+    LAZY: tl.constexpr,
     PEEL: tl.constexpr,
 ):
     """A consumer. ``outputs`` is what :func:`_finish` writes to, ``rules`` are the window and the scale of scores."""
@@ -229,10 +269,15 @@ def _attend(
     steps = 0
     task, _, _ = _task(walk, 0, BLOCK_M)
     some = walk.count > 0
-    buffers.q.wait_if(some, 0, watch)
+    if buffers.resident:
+        for block in tl.static_range(buffers.q.depth):
+            buffers.q.wait_if(some, block, watch)
+    else:
+        buffers.q.wait_if(some, 0, watch)
     buffers.k.wait_if(some, 0, watch)
     me.wait_turn(watch)
-    scores = _scores(buffers, 0, 0, me)
+    use = buffers.queries(0, task)
+    scores = _scores(buffers, use, 0, me)
     me.pass_turn()
     since = watch.now()
     scores = tlx.async_dot_wait(0, scores)
@@ -257,13 +302,17 @@ def _attend(
             for j in tl.range(1, keys.edges(), disable_licm=True):
                 place = (task, row, keys.key(j))
                 state = (acc, p, peak, total)
-                acc, p, peak, total = _overlapped_step(state, buffers, i, steps + j, place, rules, me, watch, EDGE=True)
+                acc, p, peak, total = _overlapped_step(
+                    state, buffers, use, steps + j, place, rules, me, watch, True, LAZY
+                )
             bulk = tl.maximum(keys.edges(), 1)
         for j in tl.range(bulk, count, disable_licm=True):
             place = (task, row, keys.key(j))
             state = (acc, p, peak, total)
-            acc, p, peak, total = _overlapped_step(state, buffers, i, steps + j, place, rules, me, watch, EDGE=not PEEL)
-        buffers.q.release(i)
+            acc, p, peak, total = _overlapped_step(
+                state, buffers, use, steps + j, place, rules, me, watch, not PEEL, LAZY
+            )
+        buffers.release_queries(i)
         steps += count
 
         # The next tile's first scores are computed while this one is finished. After the last tile there is nothing
@@ -271,11 +320,13 @@ def _attend(
         more = i + 1 < walk.count
         v = buffers.v.tile(steps - 1, 0)
         buffers.v.wait(steps - 1, watch)
-        buffers.q.wait_if(more, i + 1, watch)
+        if not buffers.resident:
+            buffers.q.wait_if(more, i + 1, watch)
         buffers.k.wait_if(more, steps, watch)
         me.wait_turn(watch)
+        use = buffers.queries(i + 1, next_task)
         acc = tlx.async_dot(p.to(v.type.element_ty), v, acc)
-        scores = _scores(buffers, i + 1, steps, me)
+        scores = _scores(buffers, use, steps, me)
         me.pass_turn()
         since = watch.now()
         acc = tlx.async_dot_wait(1, acc)
@@ -300,7 +351,8 @@ def _finish(acc, peak, total, task, row, staging, outputs, watch):
     safe = tl.where(total == 0.0, 1.0, total)
     query = row + tl.arange(0, ROWS)
     pointers = lse + task.head.to(tl.int64) * rows + task.out_start + query
-    tl.store(pointers, (peak + tl.log2(safe)) * LN2, mask=query < task.q_len)
+    # tl.log2 takes 66 instructions more, for the last bit.
+    tl.store(pointers, (peak + libdevice.fast_log2f(safe)) * LN2, mask=query < task.q_len)
     result = (acc * (1.0 / safe)[:, None]).to(staging.type.element_ty)
     wait_stores(watch)
     tlx.local_store(staging, result)
@@ -309,7 +361,7 @@ def _finish(acc, peak, total, task, row, staging, outputs, watch):
     tlx.async_descriptor_store(out, staging, place)
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "left", "right"])
+@triton.jit(do_not_specialize=["rows", "left", "right"])
 def forward_sm90_kernel(
     q,  # descriptor of [total_q or M, H * D], blocks of [64, D]
     k,  # ragged descriptor of [total_k, H_kv * D], blocks of [BLOCK_N, D]
@@ -318,11 +370,11 @@ def forward_sm90_kernel(
     lse,  # [H, rows] float32
     tiles,  # list of tiles of CONSUMERS * 64 queries
     rows,
-    heads,
     scale_log2,
     left,
     right,
     record,  # see :mod:`.record`; None: nothing is recorded
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     CONSUMERS: tl.constexpr,
@@ -332,20 +384,25 @@ def forward_sm90_kernel(
     PINGPONG: tl.constexpr,
     ZIGZAG: tl.constexpr,
     LATE: tl.constexpr,
+    LAZY: tl.constexpr,
     PEEL: tl.constexpr,
+    RESIDENT: tl.constexpr,
 ):
     """Programs: as many as are resident at once.
 
-    ``LATE``: P stays in float32 until the next scores have started. ``PEEL``: blocks that every query sees whole are
-    not masked.
+    ``RESIDENT``: the queries are the same for all sequences, the slots of Q hold all of them, and all tiles of a
+    program are of the same head, so that Q is loaded once.
+    ``LATE``: P stays in float32 until the next scores have started. ``LAZY``: maxima are raised, and O rescaled, only
+    where they grow a lot. Both only if there is no window. ``PEEL``: blocks that every query sees whole are not masked.
     """
     buffers = Buffers(
         make_ring(q, WAIT_Q, Q_STAGES, CONSUMERS, CONSUMERS, True),
         make_ring(k, WAIT_K, KV_STAGES, CONSUMERS, 1, True),
         make_ring(v, WAIT_V, KV_STAGES, CONSUMERS, 1, True),
         tlx.local_alloc((ROWS, D), q.dtype, CONSUMERS),
+        RESIDENT,
     )
-    walk = start_walk(tiles, heads, ZIGZAG)
+    walk = start_walk(tiles, HEADS, ZIGZAG, RESIDENT)
     outputs = (out, lse, rows)
     rules = ((left, right), scale_log2)
     with tlx.async_tasks():
@@ -355,4 +412,6 @@ def forward_sm90_kernel(
             # Asked for here: a function that both replicas call alike would be compiled once, with one answer.
             INDEX: tl.constexpr = tlx.async_task_replica_id()
             me = Consumer(INDEX, CONSUMERS, PINGPONG)
-            _attend(buffers, walk, outputs, rules, me, record, D, LATE, PEEL)
+            # Beside a mask there are no registers for either.
+            BARE: tl.constexpr = left is None and right is None
+            _attend(buffers, walk, outputs, rules, me, record, D, LATE and BARE, LAZY and BARE, PEEL)

@@ -47,10 +47,10 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             lse,
             tiles.entries,
             sequences.rows,
-            problem.heads,
             problem.sm_scale * math.log2(math.e),
             *problem.mask,
             record.buffer("forward", programs, tiles, problem.heads),
+            RESIDENT=queries_stay(problem, config, programs, tiles.most * problem.heads),
             **_compile_options(problem, config),
         )
 
@@ -114,10 +114,10 @@ def _key_pass(
         _values(delta) if whole else delta,
         tiles.entries,
         sequences.rows,
-        kv_heads,
         problem.sm_scale,
         *problem.mask,
         record.buffer("backward", programs, tiles, kv_heads),
+        KV_HEADS=kv_heads,
         GROUP=problem.group,
         D=problem.head_dim,
         STAGES=config.stages,
@@ -128,6 +128,13 @@ def _key_pass(
         num_stages=1,
     )
     return None if sums is None else _rounded(sums, problem), dk, dv
+
+
+def queries_stay(problem: Problem, config: ForwardConfig, programs: int, pairs: int) -> bool:
+    """Whether each of ``programs`` that share ``pairs`` of tile and head can load all its queries once."""
+    room = config.block_m * config.q_stages
+    one_head = programs % problem.heads == 0 and programs < pairs  # with a single pair there is nothing to keep
+    return problem.sequences.broadcast and problem.q.shape[0] <= room and one_head
 
 
 def _values(statistics: Tensor) -> TensorDescriptor:
@@ -146,6 +153,7 @@ def _rounded(sums: Tensor, problem: Problem) -> Tensor:
 def _compile_options(problem: Problem, config: ForwardConfig) -> dict[str, Any]:
     fields = {name.upper(): value for name, value in vars(config).items()}
     options: dict[str, Any] = {
+        "HEADS": problem.heads,
         "GROUP": problem.group,
         "D": problem.head_dim,
         **{name: fields[name] for name in forward_sm90_kernel.arg_names if name in fields},

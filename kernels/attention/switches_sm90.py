@@ -51,7 +51,7 @@ def _module(name: str, edits: tuple[Edit, ...]) -> ModuleType:
 
 MODULES = {"forward_sm90_kernel": "fwd_sm90", "backward_sm90_kernel": "bwd_sm90"}
 
-_SOFTMAX = ("scores", "peak", "scale_log2", "GUARDED")
+_SOFTMAX = ("scores", "peak", "scale_log2", "GUARDED", "LAZY")
 
 
 def _load_once(ring: str) -> str:
@@ -77,7 +77,7 @@ _NO_OUTPUT = (
 )
 _NO_KEYS = (
     Swap("_load", "buffers.k.load", _load_once("buffers.k")),
-    Swap("_load", "buffers.v.load", _load_once("buffers.v")),
+    Swap("_load_values", "buffers.v.load", _load_once("buffers.v")),
 )
 
 _NO_EXP2 = Swap("_probabilities", "tl.exp2", "tl.maximum({0}, -8.0)")
@@ -113,7 +113,8 @@ SWITCHES = (
             "online_softmax",
             _SOFTMAX,
             """
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+            top = tl.max(scores, 1) * scale_log2
+            new_peak = tl.where(top > peak + 8.0, top, peak) if LAZY else tl.maximum(peak, top)
             anchor = tl.where(new_peak == NEG_INF, 0.0, new_peak) if GUARDED else new_peak
             decay = tl.maximum(peak - anchor, -1.0) * 1e-6 + 1.0
             return tl.maximum(scores * scale_log2 - anchor[:, None], -8.0), new_peak, decay

@@ -18,18 +18,18 @@ class Walk:
     """
 
     tiles: tl.tensor
-    heads: tl.tensor
     count: tl.tensor
+    mirrored: tl.tensor  # the program's place in a round that goes backwards
+    heads: tl.constexpr
     zigzag: tl.constexpr
 
     @triton.jit
     def index(self, i):
         """Index of the ``i``-th step's pair in the list of pairs; beyond the last, any."""
-        programs = tl.num_programs(0)
         lane = tl.program_id(0)
         if self.zigzag:
-            lane = tl.where(i % 2 == 0, lane, programs - 1 - lane)
-        return tl.where(i < self.count, i * programs + lane, 0)
+            lane = tl.where(i % 2 == 0, lane, self.mirrored)
+        return tl.where(i < self.count, i * tl.num_programs(0) + lane, 0)
 
     @triton.jit
     def at(self, i):
@@ -39,11 +39,15 @@ class Walk:
 
 
 @triton.jit
-def start_walk(tiles, heads, ZIGZAG: tl.constexpr):
+def start_walk(tiles, HEADS: tl.constexpr, ZIGZAG: tl.constexpr, ONE_HEAD: tl.constexpr = False):
+    """``ONE_HEAD``: all pairs of a program are of the same head, for which the programs must be a multiple of them."""
     programs = tl.num_programs(0)
-    pairs = tile_count(tiles) * heads
-    rounds = pairs // programs
     lane = tl.program_id(0)
+    mirrored = programs - 1 - lane
+    if ONE_HEAD:
+        mirrored += 1 - HEADS + 2 * (lane % HEADS)  # tile by tile backwards, with the heads in their order
+    pairs = tile_count(tiles) * HEADS
+    rounds = pairs // programs
     if ZIGZAG:
-        lane = tl.where(rounds % 2 == 0, lane, programs - 1 - lane)
-    return Walk(tiles, heads, rounds + tl.where(lane < pairs % programs, 1, 0), ZIGZAG)
+        lane = tl.where(rounds % 2 == 0, lane, mirrored)
+    return Walk(tiles, rounds + tl.where(lane < pairs % programs, 1, 0), mirrored, HEADS, ZIGZAG)

@@ -28,7 +28,13 @@ sys.path.insert(0, str(Path(__file__).parent / "numerics"))
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")
 
 WIDE, SHORT, LOW = FORWARD
-CONFIGS = {"wide": WIDE, "short": SHORT, "low": LOW, "late, all masked": replace(WIDE, late=True, peel=False)}
+CONFIGS = {
+    "wide": WIDE,
+    "short": SHORT,
+    "low": LOW,
+    "wide, all masked": replace(WIDE, peel=False),
+    "wide, neither late nor lazy": replace(WIDE, late=False, lazy=False),
+}
 
 forward = partial(forward_problems.forward, "sm_90")
 
@@ -59,6 +65,16 @@ def test_many_short_tiles_of_one_program(name: str) -> None:
     torch.manual_seed(0)
     problem = make([130, 0, 7, 128, 1, 129, 64], 100, heads=2, kv_heads=2)
     check(problem, *forward(problem, CONFIGS[name], 1, "late", 1))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_maxima_that_grow(name: str) -> None:
+    """In some rows by more than a lazy maximum's slack, in others by less, and in the rest never."""
+    torch.manual_seed(0)
+    problem = make([700, 129], 130, heads=2)
+    problem.k.mul_(torch.linspace(0.1, 9.0, 829)[:, None, None])
+    problem.q.mul_(torch.linspace(0.0, 2.0, 130)[:, None, None])
+    check(problem, *forward(problem, CONFIGS[name], 0, "random", 2))
 
 
 @pytest.mark.parametrize(("queries", "value"), [([70, 40, 133], float("nan")), (90, float("inf"))])

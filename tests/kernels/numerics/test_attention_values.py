@@ -61,6 +61,16 @@ def normal(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Ten
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+def test_maxima_that_grow(device: str, dim: int) -> None:
+    """From block to block, in some rows by a lot, in others by little, and in the rest never."""
+    k_lengths = [700, 129]
+    q, k, v = normal(device, 130, 2, dim), normal(device, 829, 2, dim), normal(device, 829, 2, dim)
+    q *= torch.linspace(0.0, 2.0, 130, device=device)[:, None, None]
+    k *= torch.linspace(0.1, 9.0, 829, device=device)[:, None, None]
+    check(Problem(q, k, v, k_lengths, None))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
     ("k_lengths", "q_lengths", "rows"),
     [
