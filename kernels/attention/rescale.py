@@ -40,7 +40,7 @@ CONSTRAINTS_64 = tl.constexpr(_constraints(64))
 
 @triton.jit
 def rescaled(rows, factor):
-    """``rows * factor[:, None]`` of a warp group, float32: ``rows`` ``[64, 64 or 128]``, a matmul's result, and ``[64]``.
+    """``rows * factor[:, None]`` of a warp group: a matmul's result ``[64, 64 or 128]``, and ``[64]``, both float32.
 
     In one piece of PTX, which the assembler schedules better than the vote and the products apart (4% of the kernel).
     """

@@ -45,7 +45,7 @@ def test_the_products_are_those_of_all_rows(factors: Tensor, d: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_thread_looks_at_every_factor_that_it_has(head_dim: int) -> None:
-    """Of the layout of a matmul's result only this much is assumed: elements 0 and 2 of a thread are of its two rows."""
+    """What is assumed of the layout of a matmul's result: elements 0 and 2 of a thread are of its two rows."""
     from jfabench.kernels.attention import offline
 
     launch = next(
