@@ -136,7 +136,8 @@ def default(kind: Kind) -> ForwardConfig | BackwardConfig:
     wide, short, low = FORWARD
     if kind.mean_q <= ROWS:
         return low
-    if kind.mean_k < 256:  # the mean is rounded down to a power of two
+    # Means are rounded down to powers of two.
+    if kind.mean_k < (256 if kind.broadcast else 512):
         return short
     return wide
 
