@@ -36,17 +36,18 @@ class TileCost:
         return cost
 
 
-_FROM = "reports/results/h200/jagged (tlx_jfa at commit d02343757cbf, M={} B=768 H=4, profiler mode)"
+_FROM = "reports/results/h200/jagged (tlx_jfa at commit 7700cd5cb461, M={} B=768 H=4, profiler mode)"
 _M64, _M256, _M512 = (_FROM.format(queries) for queries in (64, 256, 512))
 _LIST = "; c is given, since every case has as many tiles: what the list of tiles takes"
 _STEPS = "; all tiles have M / 64 steps, so that only the sum is known: a is taken to be 0"
 
 KNOWN = (
-    TileCost("NVIDIA H200", "fwd", 128, Shape(False, 128, 128), 0.796e-6, 1.610e-6, 10e-6, 9, 0.007, _M256 + _LIST),
-    TileCost("NVIDIA H200", "fwd", 128, Shape(False, 128, 64), 0.980e-6, 0.872e-6, 10e-6, 6, 0.008, _M256 + _LIST),
-    TileCost("NVIDIA H200", "fwd", 128, Shape(False, 64, 64, 2), 0.163e-6, 1.908e-6, 10e-6, 15, 0.048, _M64 + _LIST),
-    TileCost("NVIDIA H200", "bwd", 128, Shape(True, 128, 64), 0.0, 2.489e-6, 118.4e-6, 15, 0.019, _M256 + _STEPS, 256),
-    TileCost("NVIDIA H200", "bwd", 128, Shape(True, 128, 64), 0.0, 2.291e-6, 196.3e-6, 15, 0.104, _M512 + _STEPS, 512),
+    TileCost("NVIDIA H200", "fwd", 128, Shape(False, 128, 128), 0.644e-6, 1.554e-6, 10e-6, 12, 0.020, _M256 + _LIST),
+    TileCost("NVIDIA H200", "fwd", 128, Shape(False, 128, 64), 0.636e-6, 0.914e-6, 10e-6, 3, 0.010, _M256 + _LIST),
+    TileCost("NVIDIA H200", "fwd", 128, Shape(False, 64, 64, 2), 0.0752e-6, 1.909e-6, 10e-6, 15, 0.044, _M64 + _LIST),
+    TileCost("NVIDIA H200", "bwd", 128, Shape(True, 128, 64), 0.0, 5.227e-6, 13.66e-6, 15, 0.033, _M64 + _STEPS, 64),
+    TileCost("NVIDIA H200", "bwd", 128, Shape(True, 128, 64), 0.0, 2.476e-6, 115.1e-6, 15, 0.021, _M256 + _STEPS, 256),
+    TileCost("NVIDIA H200", "bwd", 128, Shape(True, 128, 64), 0.0, 2.276e-6, 193.8e-6, 15, 0.083, _M512 + _STEPS, 512),
 )
 """Fitted by `calibrate`; a test fits them again."""
 

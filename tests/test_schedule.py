@@ -239,7 +239,7 @@ def test_the_known_costs_are_what_the_committed_results_give() -> None:
         np.testing.assert_allclose(values, (known.a, known.b, known.c), rtol=0.01, atol=1e-9)
         assert fit.fit.residual == pytest.approx(known.residual, abs=0.001)
     told = list(calibration.lines(fits))
-    assert any("b = 1.610 us a step" in line and "9 cases, off by 0.7% at most" in line for line in told)
+    assert any("b = 1.554 us a step" in line and "12 cases, off by 2.0% at most" in line for line in told)
 
 
 def test_the_model_where_nothing_is_measured() -> None:
@@ -251,12 +251,12 @@ def test_the_model_where_nothing_is_measured() -> None:
     assert model.a == pytest.approx(known.a / known.b)
     assert tile_costs.known_cost("fwd", 64, wide) is None
     backward = Shape(True, 128, 64)
-    known_for = {m: tile_costs.known_cost("bwd", 128, backward, queries=m) for m in (64, 256, 512, None)}
-    assert {m: cost and cost.queries for m, cost in known_for.items()} == {64: None, 256: 256, 512: 512, None: None}
-    assert known_for[64] is None is known_for[None]
+    known_for = {m: tile_costs.known_cost("bwd", 128, backward, queries=m) for m in (64, 128, 256, 512)}
+    assert {m: cost and cost.queries for m, cost in known_for.items()} == {64: 64, 128: None, 256: 256, 512: 512}
+    assert known_for[128] is None is tile_costs.known_cost("bwd", 128, backward)
     assert tile_costs.known_cost("fwd", 128, wide, "NVIDIA B200") is None
     low = tile_costs.model("fwd", 128, Shape(False, 64, 64, 2))
-    assert low.a == pytest.approx(0.980 / 0.872)  # of the first tiles with steps of 64 keys
+    assert low.a == pytest.approx(0.636 / 0.914)  # of the first tiles with steps of 64 keys
 
 
 @pytest.mark.parametrize(
