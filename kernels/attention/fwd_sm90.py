@@ -2,7 +2,9 @@
 
 Roles of a program, which walks over tiles of ``CONSUMERS`` x 64 queries of one head:
 
-- the loader brings Q, K and V into rings of shared memory by TMA, running ahead of the tile that is computed;
+- the loader brings Q, K and V into rings of shared memory by TMA, running ahead of the tile that is computed, K of a
+  step before V of the step before it. Queries that all sequences share stay where they are (``RESIDENT``), if the slots
+  have room for all of them;
 - each consumer, a warp group, owns 64 queries. ``S = Q K^T`` of the next block of keys runs on the tensor cores beside
   ``O += P V`` of the present one and the softmax between them. Two consumers take turns (``PINGPONG``), so that one
   computes exponentials while the other multiplies. ``O`` leaves through shared memory by an asynchronous TMA store,
@@ -15,7 +17,8 @@ neighbour's rows there: what they come to is not stored.
 
 The recurrence is that of FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1); taking turns and
 overlapping the matmuls with the softmax is FlashAttention-3's scheme (Shah et al., 2024,
-https://arxiv.org/abs/2407.08608, section 3).
+https://arxiv.org/abs/2407.08608, section 3); maxima that are raised only where they grow a lot (``LAZY``) are
+FlashAttention-4's (https://github.com/Dao-AILab/flash-attention).
 """
 
 from __future__ import annotations
