@@ -1,7 +1,14 @@
-"""Inline PTX: the arithmetic instructions that kernels write by hand, on whole blocks at once.
+"""Inline PTX: what kernels write by hand, on whole blocks at once.
 
-Registers hold bits, as ``uint32`` or, for pairs, ``uint64`` arrays with one element for each invocation. Approximate
-instructions (``ex2.approx`` and the like) are computed in float32 and rounded.
+Simulated are arithmetic and conversions, predicates (``@p``, ``@!p``, ``setp`` of float32, ``and``, ``or``, ``xor`` and
+``not`` of predicates), ``redux`` and ``vote.sync.any``, and branches to labels further on. Anything else is a
+:class:`.runtime.KernelError`: loops, memory, barriers, special registers, ``setp`` of integers or with two targets,
+integers of other than 32 bits. Of arithmetic, ``.ftz``, ``.sat`` and the way of rounding are ignored.
+
+Registers hold bits, as ``uint32`` or, for pairs, ``uint64`` arrays with one element for each invocation; predicates are
+``bool`` arrays. Approximate instructions (``ex2.approx`` and the like) are computed in float32 and rounded. Which
+invocations share a warp depends on the layout, which is not known here: a vote is over all that take part in it, and
+``redux`` over 32 consecutive rows.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ def execute(asm: str, constraints: str, values: list[Any], types: Any, pack: int
     result_types = list(types) if several else [types]
     outputs = sum(constraint.strip().startswith("=") for constraint in constraints.split(","))
     shape = values[0].data.shape if values else (1,)
+    invocations = max(1, int(np.prod(shape)) // pack)
     registers: Registers = {}
     number = outputs
     for value in values:
@@ -40,7 +48,7 @@ def execute(asm: str, constraints: str, values: list[Any], types: Any, pack: int
     for type_ in result_types:
         dtype = type_.scalar
         count = max(1, pack * numpy_size(dtype) // 4)
-        columns = [registers[f"${number + i}"] for i in range(count)]
+        columns = [np.broadcast_to(_value(f"${number + i}", registers), invocations) for i in range(count)]
         number += count
         results.append(TensorHandle(_from_registers(columns, dtype, pack).reshape(shape), dtype))
     return Results(results)
@@ -82,7 +90,7 @@ def _from_registers(columns: list[np.ndarray], dtype: tl.dtype, pack: int) -> np
 
 
 def _run(asm: str, registers: Registers, shape: tuple[int, ...]) -> None:
-    text = re.sub(r"//[^\n]*", "", asm).replace("\n", " ").strip()
+    text = re.sub(r"\s+", " ", re.sub(r"//[^\n]*", "", asm)).strip()
     text = text.removeprefix("{").removesuffix("}") if text.startswith("{") and text.endswith("}") else text
     skipping: dict[str, np.ndarray] = {}  # the invocations that have branched to a label further on
     for statement in text.split(";"):
@@ -92,34 +100,48 @@ def _run(asm: str, registers: Registers, shape: tuple[int, ...]) -> None:
             words = words[label.end() :].strip()
         if not words or words.startswith(".reg"):
             continue
-        guard = None
+        taken = ~functools.reduce(np.logical_or, skipping.values(), np.zeros(1, bool))
         if words.startswith("@"):
-            name, _, words = words.removeprefix("@").partition(" ")
-            guard = ~registers[name[1:]] if name.startswith("!") else registers[name]
+            guard, _, words = words.removeprefix("@").partition(" ")
+            taken = taken & _predicate(guard, registers)
         opcode, _, rest = words.strip().partition(" ")
         operands = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
-        away = functools.reduce(np.logical_or, skipping.values(), np.zeros(1, bool))
-        taken = ~away if guard is None else guard & ~away
-        if opcode.split(".")[0] == "bra":
-            skipping[operands[0]] = taken
+        if not operands:
+            raise _refusal(opcode)
+        if opcode in ("bra", "bra.uni"):
+            skipping[operands[0]] = taken | skipping.get(operands[0], np.zeros(1, bool))
         else:
             _instruction(opcode, operands, registers, shape, taken)
     if skipping:
         raise KernelError(f"inline PTX: only branches to labels further on can be simulated, not to {min(skipping)}")
 
 
+def _refusal(opcode: str, why: str = "") -> KernelError:
+    return KernelError(f"the PTX instruction {opcode} cannot be simulated{why}")
+
+
 def _value(text: str, registers: Registers) -> np.ndarray:
     if text in registers:
+        if registers[text].dtype == np.bool_:
+            raise KernelError(f"inline PTX: {text} is a predicate, where bits are needed")
         return registers[text]
     if text.startswith("{"):
         parts = [_value(part.strip(), registers) for part in text.strip("{}").split(",")]
         return _joined(parts)
-    if text.lower().startswith("0f"):
-        return np.array([int(text[2:], 16)], dtype=np.uint32)
     try:
-        return np.array([int(text, 0) & 0xFFFFFFFF], dtype=np.uint32)
+        number = int(text[2:], 16) if text.lower().startswith("0f") else int(text, 0)
     except ValueError:
-        raise KernelError(f"inline PTX: the operand {text} cannot be simulated") from None
+        why = "neither a number nor a register with a value"
+        raise KernelError(f"inline PTX: the operand {text} cannot be simulated: it is {why}") from None
+    return np.array([number & 0xFFFFFFFF], dtype=np.uint32)
+
+
+def _predicate(text: str, registers: Registers) -> np.ndarray:
+    """Of ``p``, or of ``!p``."""
+    name = text.removeprefix("!")
+    if name not in registers or registers[name].dtype != np.bool_:
+        raise KernelError(f"inline PTX: {name} is not a predicate with a value")
+    return ~registers[name] if text.startswith("!") else registers[name]
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
@@ -143,10 +165,11 @@ def _set(target: str, value: np.ndarray, registers: Registers, taken: np.ndarray
             ]
         for name, part in zip(names, parts, strict=True):
             _set(name, part, registers, taken)
-    elif taken.all() or target not in registers:
+    elif taken.all():
         registers[target] = value
     else:
-        registers[target] = np.where(taken, value, registers[target])
+        # What a register never had elsewhere is poison: all ones. A predicate has no such value.
+        registers[target] = np.where(taken, value, registers.get(target, ~np.zeros_like(value)))
 
 
 def _f32(bits: np.ndarray) -> np.ndarray:
@@ -189,16 +212,28 @@ _INTEGER: dict[str, Callable[..., np.ndarray]] = {
     "shl": lambda a, b: np.where(b > 31, np.uint32(0), a << (b & np.uint32(31))),
     "shr": lambda a, b: np.where(b > 31, np.uint32(0), a >> (b & np.uint32(31))),
 }
-
-
 _COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
     "eq": np.equal,
     "ne": lambda a, b: (a < b) | (a > b),
-    "neu": np.not_equal,
     "lt": np.less,
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+    # True if either is NaN: the opposites of those above.
+    "equ": lambda a, b: ~((a < b) | (a > b)),
+    "neu": np.not_equal,
+    "ltu": lambda a, b: ~(a >= b),
+    "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b),
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+}
+_LOGICAL: dict[str, np.ufunc] = {
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "xor": np.logical_xor,
+    "not": np.logical_not,
 }
 
 
@@ -206,22 +241,17 @@ def _instruction(
     opcode: str, operands: list[str], registers: Registers, shape: tuple[int, ...], taken: np.ndarray
 ) -> None:
     name, *modifiers = opcode.split(".")
-    target, sources = operands[0], [_value(text, registers) for text in operands[1:]]
+    target = operands[0]
+    if name in ("setp", "vote") or "pred" in modifiers:
+        _set(target, _decide(opcode, operands, registers, taken), registers, taken)
+        return
+    sources = [_value(text, registers) for text in operands[1:]]
     if name == "mov":
         value = sources[0]
         if len(modifiers) and modifiers[0] == "b32" and value.dtype == np.uint16:
             value = value.astype(np.uint32)
     elif name == "cvt":
         value = _convert(modifiers, sources)
-    elif name == "setp" and modifiers[-1] == "f32":
-        value = _COMPARISONS[modifiers[0]](_f32(sources[0]), _f32(sources[1]))
-        if modifiers[1] in ("and", "or"):
-            value = np.logical_and(value, sources[2]) if modifiers[1] == "and" else np.logical_or(value, sources[2])
-    elif name == "selp":
-        value = np.where(sources[2], sources[0], sources[1])
-    elif name == "vote" and modifiers == ["sync", "any", "pred"]:
-        # Which invocations share a warp is not known here: all do.
-        value = np.full(sources[0].shape, (sources[0] & taken).any())
     elif name == "redux":
         value = _warp_reduce(modifiers, sources[0], shape)
     elif "f32x2" in modifiers:
@@ -231,11 +261,31 @@ def _instruction(
         value = _bits(low).astype(np.uint64) | (_bits(high).astype(np.uint64) << np.uint64(32))
     elif "f32" in modifiers and name in _FLOAT:
         value = _bits(_FLOAT[name](*[_f32(source) for source in sources]))
-    elif name in _INTEGER:
+    elif name in _INTEGER and re.fullmatch(r"(lo\.)?[bsu]32", ".".join(modifiers)) and opcode != "shr.s32":
         value = _INTEGER[name](*[source.astype(np.uint32) for source in sources]).astype(np.uint32)
     else:
-        raise KernelError(f"the PTX instruction {opcode} cannot be simulated")
+        raise _refusal(opcode)
     _set(target, value, registers, taken)
+
+
+def _decide(opcode: str, operands: list[str], registers: Registers, taken: np.ndarray) -> np.ndarray:
+    """What an instruction gives its predicate."""
+    if any("|" in text for text in operands):
+        raise _refusal(opcode, f" with two targets, {operands[0]}")
+    texts = operands[1:]
+    name, _, kind = opcode.partition(".")
+    if kind == "pred" and name in _LOGICAL and len(texts) == _LOGICAL[name].nin:
+        return np.asarray(_LOGICAL[name](*[_predicate(text, registers) for text in texts]))
+    if opcode == "vote.sync.any.pred" and len(texts) == 2:
+        if (_value(texts[1], registers) != 0xFFFFFFFF).any():
+            raise _refusal(opcode, f" among some of a warp, {texts[1]}")
+        ayes = _predicate(texts[0], registers) & taken
+        return np.full(ayes.shape, ayes.any())
+    setp = re.fullmatch(r"setp\.(\w+)(?:\.(and|or|xor))?\.f32", opcode)
+    if not setp or setp[1] not in _COMPARISONS or len(texts) != (3 if setp[2] else 2):
+        raise _refusal(opcode)
+    compared = _COMPARISONS[setp[1]](*[_f32(_value(text, registers)) for text in texts[:2]])
+    return np.asarray(_LOGICAL[setp[2]](compared, _predicate(texts[2], registers)) if setp[2] else compared)
 
 
 def _float_pair(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -292,10 +342,7 @@ _LIBDEVICE: dict[str, Callable[..., np.ndarray]] = {
     "exp2f": np.exp2,
     "fast_expf": np.exp,
     "expf": np.exp,
-    "log2f": np.log2,
     "fast_log2f": np.log2,
-    "logf": np.log,
-    "fast_logf": np.log,
     "tanhf": np.tanh,
     "fast_tanhf": np.tanh,
     "rcp_rn": lambda x: np.float32(1) / x,

@@ -22,7 +22,7 @@ _LOADER = {
     ),
     "buffers.dout.acquire(n, watch)": "Q of the same step was waited for just before, and is released after dO",
 }
-BACKWARD = {**_LOADER, "named-wait in _fetch_dout": _ONE_THREAD}
+BACKWARD = {**_LOADER, "named-wait in _load_dout": _ONE_THREAD}
 BACKWARD_DQ = {
     **BACKWARD,
     "fence in Consumer.announce_ds": _COMPILER_FENCE,
