@@ -8,7 +8,7 @@ a call launches, also the schedule, except where the table says so. Bold: what s
 
 The schedules: `none` deals the tiles out in the order of the batch, `sorted` heaviest first, `zigzag` (the base) every
 other round backwards; `LPT` gives a multiprocessor that is free the heaviest tile that is left, which the hardware does
-where each tile is a program of its own.
+where each tile is a program of its own, which then has no queries to keep.
 """
 
 from __future__ import annotations
@@ -213,7 +213,9 @@ def compile_ahead(variant: Variant) -> None:
         return
     for shape in (shapes(batch=2)[0], shapes(batch=2)[-1]):
         call = call_of(variant.direction, shape.problem())
-        with installed(variant, None):
+        # As many tiles a program as in a full batch, so that queries stay.
+        few = variant if variant.programs else replace(variant, programs=HEADS)
+        with installed(few, None):
             call()
 
 

@@ -8,7 +8,7 @@ Needs a GPU of sm_90. In turns, by the code of `jfabench compare`:
 
 - `aa` compares this tree with itself over the jagged grid, M=256, at a quarter of the batch: nothing may be slower;
 - `wait` compares it with a copy in which each program of the forward spins for 3% of its own time at its end;
-- `stage` compares it with a copy that has one slot of queries fewer, so that a tile's are no longer loaded ahead.
+- `stage` compares it with a copy that has one slot of queries fewer, so that they neither stay nor are loaded ahead.
 
 Both copies must be called slower in the forward, and not in the backward. The planted comparisons take short sequences:
 in long ones the card's power limit, not the kernel, may decide. OUT gets summary.json, and a table of the cases of each

@@ -23,8 +23,8 @@ class ForwardConfig:
 
     ``pingpong``: the consumers take turns to issue matmuls. ``zigzag``: every other round of tiles is dealt backwards.
     ``late``: probabilities are rounded after the next scores were started, at the price of registers. ``lazy``: maxima
-    are raised, and the output rescaled, only where they have grown 256-fold. ``peel``: blocks of keys that every query
-    sees whole are not masked.
+    are raised, and the output rescaled, only where they have grown 256-fold. Under a window it does neither. ``peel``:
+    blocks of keys that every query sees whole are not masked.
     """
 
     consumers: int = 2

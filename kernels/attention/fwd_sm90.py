@@ -18,7 +18,7 @@ neighbour's rows there: what they come to is not stored.
 The recurrence is that of FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1); taking turns and
 overlapping the matmuls with the softmax is FlashAttention-3's scheme (Shah et al., 2024,
 https://arxiv.org/abs/2407.08608, section 3); maxima that are raised only where they grow a lot (``LAZY``) are
-FlashAttention-4's (https://github.com/Dao-AILab/flash-attention).
+FlashAttention-4's (Zadouri et al., 2026, https://arxiv.org/abs/2603.05451).
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ class Buffers:
 
 @aggregate
 class Consumer:
-    """Which of the consumers this is, of how many, and whether they take turns."""
+    """Which of the consumers this is, of how many, whether they take turns, and whether their maxima are lazy."""
 
     index: tl.constexpr
     count: tl.constexpr
     alternate: tl.constexpr
+    lazy: tl.constexpr
 
     @triton.jit
     def wait_turn(self, watch):
@@ -173,7 +174,7 @@ def _load(buffers, q, k, v, walk, window, record, GROUP: tl.constexpr, D: tl.con
     steps = 0
     watch = start_watch(record, LOADER)
     task, q_start, k_start = _task(walk, 0, BLOCK_M)
-    late = Values(task.first, task.head, k_start, task.k_len)  # of no step yet
+    values = Values(task.first, task.head, k_start, task.k_len)  # of no step yet
     if buffers.resident and walk.count > 0:
         for block in tl.static_range(buffers.q.depth):
             buffers.q.load(block, q, block * BLOCK_M, task.head * D)
@@ -190,12 +191,12 @@ def _load(buffers, q, k, v, walk, window, record, GROUP: tl.constexpr, D: tl.con
             buffers.k.acquire(steps, watch)
             buffers.k.load(steps, k, key, column, Rows(k_start, task.k_len))
             # V of the step before: its slot is free later than that of K, which is needed earlier.
-            _load_values(buffers, v, steps - 1, late, watch)
-            late = Values(key, column, k_start, task.k_len)
+            _load_values(buffers, v, steps - 1, values, watch)
+            values = Values(key, column, k_start, task.k_len)
             steps += 1
         task, q_start, k_start = next_task, next_q_start, next_k_start
         watch = watch.next(walk)
-    _load_values(buffers, v, steps - 1, late, watch)
+    _load_values(buffers, v, steps - 1, values, watch)
 
 
 @triton.jit
@@ -218,7 +219,7 @@ def _mask(scores, task, row, first, window):
 
 
 @triton.jit
-def _overlapped_step(state, buffers, use, step, place, rules, me, watch, EDGE: tl.constexpr, LAZY: tl.constexpr):
+def _overlapped_step(state, buffers, use, step, place, rules, me, watch, EDGE: tl.constexpr):
     """``S`` of block ``step`` beside ``O += P V`` of the one before, then the softmax of ``S``.
 
     ``state`` is ``acc [64, D], p [64, BLOCK_N], peak [64], total [64, 8]``, ``place`` the task, the consumer's first
@@ -239,13 +240,13 @@ def _overlapped_step(state, buffers, use, step, place, rules, me, watch, EDGE: t
     buffers.k.release(step)
     if EDGE:
         scores = _mask(scores, place[0], place[1], place[2], window)
-    probabilities, peak, decay = online_softmax(scores, peak, scale_log2, GUARDED=EDGE, LAZY=LAZY)
+    probabilities, peak, decay = online_softmax(scores, peak, scale_log2, GUARDED=EDGE, LAZY=me.lazy)
     total = total * decay[:, None] + _partial_sums(probabilities)
     since = watch.now()
     acc = tlx.async_dot_wait(0, acc)
     watch.waited(WAIT_MATMUL, since)
     buffers.v.release(step - 1)
-    acc = rescaled(acc, decay) if LAZY else acc * decay[:, None]
+    acc = rescaled(acc, decay) if me.lazy else acc * decay[:, None]
     return acc, probabilities.to(p.dtype), peak, total
 
 
@@ -259,7 +260,6 @@ def _attend(
     record,
     D: tl.constexpr,
     LATE: tl.constexpr,
-    LAZY: tl.constexpr,
     PEEL: tl.constexpr,
 ):
     """A consumer. ``outputs`` is what :func:`_finish` writes to, ``rules`` are the window and the scale of scores."""
@@ -306,14 +306,14 @@ def _attend(
                 place = (task, row, keys.key(j))
                 state = (acc, p, peak, total)
                 acc, p, peak, total = _overlapped_step(
-                    state, buffers, use, steps + j, place, rules, me, watch, True, LAZY
+                    state, buffers, use, steps + j, place, rules, me, watch, EDGE=True
                 )
             bulk = tl.maximum(keys.edges(), 1)
         for j in tl.range(bulk, count, disable_licm=True):
             place = (task, row, keys.key(j))
             state = (acc, p, peak, total)
             acc, p, peak, total = _overlapped_step(
-                state, buffers, use, steps + j, place, rules, me, watch, not PEEL, LAZY
+                state, buffers, use, steps + j, place, rules, me, watch, EDGE=not PEEL
             )
         buffers.release_queries(i)
         steps += count
@@ -408,13 +408,13 @@ def forward_sm90_kernel(
     walk = start_walk(tiles, HEADS, ZIGZAG, RESIDENT)
     outputs = (out, lse, rows)
     rules = ((left, right), scale_log2)
+    # Beside a window there are no registers for what is late or lazy.
+    BARE: tl.constexpr = left is None and right is None
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _load(buffers, q, k, v, walk, rules[0], record, GROUP, D, CONSUMERS * ROWS)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=CONSUMERS):
             # Asked for here: a function that both replicas call alike would be compiled once, with one answer.
             INDEX: tl.constexpr = tlx.async_task_replica_id()
-            me = Consumer(INDEX, CONSUMERS, PINGPONG)
-            # Beside a mask there are no registers for either.
-            BARE: tl.constexpr = left is None and right is None
-            _attend(buffers, walk, outputs, rules, me, record, D, LATE and BARE, LAZY and BARE, PEEL)
+            me = Consumer(INDEX, CONSUMERS, PINGPONG, LAZY and BARE)
+            _attend(buffers, walk, outputs, rules, me, record, D, LATE and BARE, PEEL)

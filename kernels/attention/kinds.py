@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Kind:
     """One kernel and the properties of a problem that decide how it is best launched.
 
-    ``mean_q`` and ``mean_k`` are the mean lengths of a sequence in rows, rounded down to a power of two (or 0).
+    ``mean_q`` and ``mean_k`` are the mean lengths of a sequence in rows, rounded down to a power of two (or 0). Kernels
+    may be compiled for more, such as the number of heads, so that a kind that is known may have to be compiled again.
     """
 
     family: str  # of kernels: "triton", "sm90", "sm100"

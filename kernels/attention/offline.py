@@ -162,11 +162,15 @@ def launches(family: str, direction: str, arch: int) -> Iterator[Launch]:
 
 
 def problem(case: Case) -> Problem:
-    """Inputs of a case, zeros on the CPU: ``q`` ``[256, 2 * group, D]``, ``k`` and ``v`` ``[256, 2, D]``."""
-    q = torch.zeros(ROWS, 2 * case.group, case.head_dim, dtype=DTYPE)
+    """Inputs of a case, zeros on the CPU: two sequences of 128 keys, and as many queries or 128 that are shared.
+
+    ``q`` is ``[256 or 128, 2 * group, D]``, ``k`` and ``v`` ``[256, 2, D]``.
+    """
+    queries = ROWS // 2 if case.broadcast else ROWS
+    q = torch.zeros(queries, 2 * case.group, case.head_dim, dtype=DTYPE)
     k = torch.zeros(ROWS, 2, case.head_dim, dtype=DTYPE)
-    ends = torch.tensor([0, ROWS])
-    sequences = tiles.Sequences(None if case.broadcast else ends, ends, ROWS, ROWS)
+    ends = torch.tensor([0, ROWS // 2, ROWS])
+    sequences = tiles.Sequences(None if case.broadcast else ends, ends, queries, ROWS)
     return Problem(q, k, k, sequences, 0.1, Mask.from_window(*MASKS[case.mask], ROWS, ROWS), False)
 
 
@@ -211,6 +215,9 @@ def _recorded(
             patches.enter_context(mock.patch.object(module, "run_kernel", record))
         patches.enter_context(mock.patch.object(launch_triton, "_choose", _plain_default))
         patches.enter_context(mock.patch.object(launch, "_choose", lambda kernel, *_: chosen[kernel]))
+        if family == "sm90":
+            # So few that a program has several tiles, and so many that they are of one head: it can keep its queries.
+            patches.enter_context(mock.patch.object(launch, "multiprocessors", return_value=given.heads))
         out = torch.empty(given.sequences.rows, *given.q.shape[1:], dtype=DTYPE)
         lse = torch.empty(given.heads, given.sequences.rows)
         if direction == "forward":

@@ -10,8 +10,9 @@ A kernel whose argument ``record`` is None has no trace of this in its machine c
     6...  cycles that it waited at each of :data:`WAITS`
 
 They are the low halves of what they stand for, so that differences are right below two seconds. A tile begins when the
-one before has ended. Waits are added up in global memory by reductions, for whose end nobody waits: the consumers have
-no registers to spare for sums. A wait for what is there already counts as the cycles between two readings of the clock.
+one before has ended; the forward's loader waits for the slot of a tile's last V in the next tile. Waits are added up in
+global memory by reductions, for whose end nobody waits: the consumers have no registers to spare for sums. A wait for
+what is there already counts as the cycles between two readings of the clock.
 
 Triton's Proton records scopes instead: two events for each wait in a buffer that holds the last of them. It has no sums
 to a tile, and by default keeps the buffer in shared memory, which these kernels fill.

@@ -11,11 +11,11 @@ import triton.language as tl
 
 
 def _multiply(count: int) -> str:
-    """PTX: ``count`` results, as many operands and as many factors, all float32."""
+    """PTX: ``count`` results, as many operands in the same registers, and as many factors, all float32."""
     products = [(f"${i}", f"${count + i}", f"${2 * count + i}") for i in range(count)]
     factors = [factor for _, _, factor in products]
     lines = [
-        *(f"mov.b32 {result}, {operand};" for result, operand, _ in products),
+        *(f"mov.b32 {result}, {operand};" for result, operand, _ in products),  # for the simulator: nothing, compiled
         # A thread has two rows of a matmul's result: two elements of one, two of the other, and so on.
         f"setp.neu.f32 some, {factors[0]}, 0f3F800000;",
         f"setp.neu.or.f32 some, {factors[2]}, 0f3F800000, some;",
@@ -28,7 +28,8 @@ def _multiply(count: int) -> str:
 
 
 def _constraints(count: int) -> str:
-    return ",".join(["=f"] * count + ["f"] * (2 * count))
+    # Operands share the results' registers: a result is written before all factors are read.
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
 # Elements of a thread, of 64 rows of a warp group.

@@ -19,7 +19,8 @@ def online_softmax(scores, peak, scale_log2, GUARDED: tl.constexpr, LAZY: tl.con
 
     ``GUARDED`` allows for rows that have seen no key yet, where -inf - -inf would be NaN. ``LAZY``: the maximum stays
     until it is exceeded by more than :data:`SLACK`, so that most factors are exactly 1; any reference will do from
-    which no exponential overflows, and sums have the same relative precision (FlashAttention-4's idea).
+    which no exponential overflows, and sums have the same relative precision (FlashAttention-4's
+    idea, https://arxiv.org/abs/2603.05451).
     """
     top = tl.max(scores, 1) * scale_log2
     new_peak = tl.where(top > peak + SLACK, top, peak) if LAZY else tl.maximum(peak, top)

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from .rewrite import Body, Edit, Swap, variant
+from .softmax import SLACK
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,18 @@ SWITCHES = (
         Body(
             "online_softmax",
             _SOFTMAX,
-            """
+            f"""
             top = tl.max(scores, 1) * scale_log2
-            new_peak = tl.where(top > peak + 8.0, top, peak) if LAZY else tl.maximum(peak, top)
+            new_peak = tl.where(top > peak + {SLACK.value}, top, peak) if LAZY else tl.maximum(peak, top)
             anchor = tl.where(new_peak == NEG_INF, 0.0, new_peak) if GUARDED else new_peak
             decay = tl.maximum(peak - anchor, -1.0) * 1e-6 + 1.0
             return tl.maximum(scores * scale_log2 - anchor[:, None], -8.0), new_peak, decay
             """,
         ),
     ),
-    _forward("no softmax", "scores go on as probabilities: no maximum, exponential or rescaling", _NO_SOFTMAX),
+    _forward(
+        "no softmax", "scores go on as probabilities: no maximum or exponential, and nothing to rescale", _NO_SOFTMAX
+    ),
     _forward("no mask", "keys beyond the end count", _NO_MASK),
     _forward("no store of out and lse", "out is rounded and staged, and stays there", *_NO_OUTPUT),
     _forward("no loads of K and V", "the first blocks are used over and over", *_NO_KEYS),

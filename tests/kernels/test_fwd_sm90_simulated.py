@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import forward_problems
 import pytest
@@ -69,12 +70,68 @@ def test_many_short_tiles_of_one_program(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_maxima_that_grow(name: str) -> None:
-    """In some rows by more than a lazy maximum's slack, in others by less, and in the rest never."""
+    """In some rows by more than a lazy maximum's slack, in others by less, and in the rest never.
+
+    A tile visits the last block of a sequence first, and then the others from the first on.
+    """
     torch.manual_seed(0)
     problem = make([700, 129], 130, heads=2)
-    problem.k.mul_(torch.linspace(0.1, 9.0, 829)[:, None, None])
+    growing = torch.cat([torch.linspace(1.0, 9.0, 640), torch.full([60], 0.1), torch.full([128], 9.0), torch.ones(1)])
+    problem.k.mul_(growing[:, None, None])
     problem.q.mul_(torch.linspace(0.0, 2.0, 130)[:, None, None])
     check(problem, *forward(problem, CONFIGS[name], 0, "random", 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "heads", "kv_heads", "options"),
+    [
+        ("wide", 1, 2, 1, {}),
+        ("wide", 65, 3, 3, {}),  # an odd number of rounds, and the last one incomplete
+        ("wide", 129, 2, 2, {}),
+        ("wide", 256, 2, 1, {"causal": True}),
+        ("wide", 257, 2, 1, {}),
+        ("in rounds", 65, 3, 3, {}),
+        ("one slot", 65, 3, 3, {}),
+        ("one slot", 129, 2, 1, {}),
+        ("short", 256, 2, 1, {"window": (40, 3)}),
+        ("low", 65, 3, 3, {}),
+        ("low", 129, 2, 1, {"causal": True}),
+    ],
+)
+def test_queries_that_stay(
+    monkeypatch: pytest.MonkeyPatch, name: str, m: int, heads: int, kv_heads: int, options: dict[str, Any]
+) -> None:
+    configs = CONFIGS | {"in rounds": replace(WIDE, zigzag=False), "one slot": replace(WIDE, q_stages=1)}
+    config = configs[name]
+    stayed = []
+
+    def queries_stay(*arguments: Any) -> bool:
+        stayed.append(rule(*arguments))
+        return stayed[-1]
+
+    rule = launch_sm90.queries_stay
+    monkeypatch.setattr(launch_sm90, "queries_stay", queries_stay)
+    torch.manual_seed(0)
+    problem = make([70, 0, 130, 1, 300], m, heads=heads, kv_heads=kv_heads, head_dim=64, **options)
+    check(problem, *forward(problem, config, 1, "late", heads))
+    assert stayed == [m <= config.block_m * config.q_stages]
+
+
+def test_when_queries_stay() -> None:
+    """If there is room for all, and a program has several tiles, all of one head."""
+    ends = torch.tensor([0, 4, 9])
+
+    def stay(m: int, programs: int, pairs: int, heads: int = 2, offsets: Tensor | None = None) -> bool:
+        q, k = torch.zeros(m, heads, 64), torch.zeros(9, heads, 64)
+        problem = make_problem(q, k, k, ends, offsets, 0.1, (-1, -1), False)
+        return launch_sm90.queries_stay(problem, WIDE, programs, pairs)
+
+    assert stay(256, 4, 8)
+    assert not stay(257, 4, 8)
+    assert not stay(256, 4, 4)
+    assert not stay(256, 4, 9, heads=3)
+    assert stay(256, 6, 9, heads=3)
+    assert not stay(9, 4, 8, offsets=ends)
 
 
 @pytest.mark.parametrize(("queries", "value"), [([70, 40, 133], float("nan")), (90, float("inf"))])

@@ -20,6 +20,7 @@ for direction in ("forward", "backward"):
     found[direction] = sass.mixes(offline.disassembly(binary.cubin), regions)
 plain = next(l for l in offline.launches("triton", "forward", 90) if l.role)
 found["plain tasks"] = offline.tasks(plain)
+found["resident"] = [l.constants["RESIDENT"] for l in offline.launches("sm90", "forward", 90) if l.role]
 print(json.dumps(found))
 """
 
@@ -30,6 +31,7 @@ def test_roles_of_the_kernels_for_hopper() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["plain tasks"] == []
+    assert {True, False} == set(found["resident"])  # a kernel of its own for queries that stay, which most calls run
     for direction, consumer in (("forward", "attend"), ("backward", "consume")):
         mixes = {role: (copies, counts) for role, copies, counts in found[direction]}
         assert list(mixes) == ["all", "load", consumer, "rest"]

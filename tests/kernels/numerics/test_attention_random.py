@@ -104,6 +104,7 @@ class Case:
     wanted: str  # the inputs that require grad
     config: int  # which of the configurations serves, modulo their number
     spoilt: int  # the sequence that is made NaN
+    programs: int | None  # at most, of a persistent kernel: with few, a program has many tiles. None: as on the device
 
     def __str__(self) -> str:
         return f"seed{self.seed}"
@@ -133,7 +134,7 @@ def draw(seed: int, sizes: Sizes) -> Case:
     causal = combination.mask in ("right", "both") and rng.random() < 0.5
     left = bound() if combination.mask in ("left", "both") else -1
     right = bound() if combination.mask in ("right", "both") and not (causal and rng.random() < 0.5) else -1
-    return Case(
+    case = Case(
         seed,
         combination,
         heads=rng.choice(HEADS[combination.group]),
@@ -149,7 +150,9 @@ def draw(seed: int, sizes: Sizes) -> Case:
         wanted=rng.choice(["qkv"] * 6 + ["q", "k", "v", "qk", "qv", "kv", ""]),
         config=rng.choice([0, rng.randrange(6)]),
         spoilt=rng.randrange(len(k_lengths)),
+        programs=None,
     )
+    return replace(case, programs=rng.choice([None, case.heads, 2 * case.heads + 1]))
 
 
 def my_cases() -> list[Case]:
@@ -169,6 +172,8 @@ def _chosen_config(device: str, monkeypatch: pytest.MonkeyPatch, case: Case) -> 
     family = launcher("auto", torch.empty(0, device=device).device)
     for module in {family, launch_triton}:  # TLX leaves part of its work to plain Triton
         monkeypatch.setattr(module, "choose", choose)
+    if case.programs is not None and family is not launch_triton:
+        monkeypatch.setattr(family, "multiprocessors", lambda _: case.programs)
 
 
 class Result(NamedTuple):
