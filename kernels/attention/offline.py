@@ -38,7 +38,7 @@ MASKS = {"none": (-1, -1), "causal": (-1, 0), "window": (3, 5)}
 SHARED_LIMIT = 227 * 1024  # bytes that one program may have on sm_90 and sm_100
 # As Triton has it: without them registers are allocated otherwise, and other kernels spill.
 ASSEMBLER_OPTIONS = ("-lineinfo", "--regAllocOptLevel=2")
-ROWS = 256  # room for the windows, and whole tiles
+ROWS = 256  # keys of a sequence: room for the windows, and whole tiles
 
 # A family has a module `launch_<family>`.
 CONFIGS: dict[str, Any] = {
@@ -162,16 +162,17 @@ def launches(family: str, direction: str, arch: int) -> Iterator[Launch]:
 
 
 def problem(case: Case) -> Problem:
-    """Inputs of a case, zeros on the CPU: two sequences of 128 keys, and as many queries or 128 that are shared.
+    """Inputs of a case, zeros on the CPU: two sequences of 256 keys, and as many queries or 128 that are shared.
 
-    ``q`` is ``[256 or 128, 2 * group, D]``, ``k`` and ``v`` ``[256, 2, D]``.
+    ``q`` is ``[512 or 128, 2 * group, D]``, ``k`` and ``v`` ``[512, 2, D]``.
     """
-    queries = ROWS // 2 if case.broadcast else ROWS
+    keys = 2 * ROWS
+    queries = ROWS // 2 if case.broadcast else keys
     q = torch.zeros(queries, 2 * case.group, case.head_dim, dtype=DTYPE)
-    k = torch.zeros(ROWS, 2, case.head_dim, dtype=DTYPE)
-    ends = torch.tensor([0, ROWS // 2, ROWS])
-    sequences = tiles.Sequences(None if case.broadcast else ends, ends, queries, ROWS)
-    return Problem(q, k, k, sequences, 0.1, Mask.from_window(*MASKS[case.mask], ROWS, ROWS), False)
+    k = torch.zeros(keys, 2, case.head_dim, dtype=DTYPE)
+    ends = torch.tensor([0, ROWS, keys])
+    sequences = tiles.Sequences(None if case.broadcast else ends, ends, queries, keys)
+    return Problem(q, k, k, sequences, 0.1, Mask.from_window(*MASKS[case.mask], queries, keys), False)
 
 
 def _serves(kernel: Any, role: str) -> bool:

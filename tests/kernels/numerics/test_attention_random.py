@@ -104,7 +104,7 @@ class Case:
     wanted: str  # the inputs that require grad
     config: int  # which of the configurations serves, modulo their number
     spoilt: int  # the sequence that is made NaN
-    programs: int | None  # at most, of a persistent kernel: with few, a program has many tiles. None: as on the device
+    programs: int | None = None  # of a persistent kernel at most: with few, each has many tiles. None: as on the device
 
     def __str__(self) -> str:
         return f"seed{self.seed}"
@@ -150,9 +150,8 @@ def draw(seed: int, sizes: Sizes) -> Case:
         wanted=rng.choice(["qkv"] * 6 + ["q", "k", "v", "qk", "qv", "kv", ""]),
         config=rng.choice([0, rng.randrange(6)]),
         spoilt=rng.randrange(len(k_lengths)),
-        programs=None,
     )
-    return replace(case, programs=rng.choice([None, case.heads, 2 * case.heads + 1]))
+    return replace(case, programs=rng.choice([None, case.heads[0], 2 * case.heads[0] + 1]))
 
 
 def my_cases() -> list[Case]:
