@@ -90,7 +90,7 @@ def _sample(record: Record) -> tuple[Group, str, Sample] | None:
         raise ValueError(f"a time of {seconds:g} s")
     direction = record.case.direction
     queries, keys = params.draw_lengths(record.case.seed)
-    shape = default_shape(direction, params.head_dim, queries, keys, params.bounds)
+    shape = default_shape(direction, params.head_dim, queries, keys, params.bounds, broadcast=params.broadcast_q)
     work = tiles(queries, keys, shape, params.heads)
     weight = queries if shape.over_keys else keys
     placed = compared(work, np.ones(len(work)), weight, ["zigzag"], sms, shape.residents)[0]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jfabench import tile_costs
 from jfabench.folder import write_whole
 from jfabench.operator import load_operator
-from jfabench.schedule import MEANINGS, Policy, Schedule, Tiles, compared, count_tiles, intervals, tiles
+from jfabench.schedule import MEANINGS, Policy, Schedule, Shape, Tiles, compared, count_tiles, intervals, tiles
 from jfabench.tile_costs import TileCost
 
 if TYPE_CHECKING:
@@ -52,6 +52,14 @@ class Work:
     kv_heads: int
     head_dim: int
     bounds: tuple[int, int]
+    broadcast: bool  # all sequences share their queries
+
+    @property
+    def shape(self) -> Shape:
+        """Of its tiles."""
+        return tile_costs.default_shape(
+            self.direction, self.head_dim, self.queries, self.keys, self.bounds, broadcast=self.broadcast
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,8 @@ def of_sweep(sweep: Sweep) -> list[Work]:
                 queries, keys = params.draw_lengths(case.seed)
                 sizes = params.heads, params.kv_heads, params.head_dim
                 label = operator.label(params)
-                found[case.shape_key, direction] = Work(label, direction, queries, keys, *sizes, params.bounds)
+                rest = params.bounds, params.broadcast_q
+                found[case.shape_key, direction] = Work(label, direction, queries, keys, *sizes, *rest)
     return list(found.values())
 
 
@@ -110,9 +119,9 @@ def of_file(
     except (OSError, ValueError) as error:
         raise ScheduleError(f"{options['lengths']}: {first_line(error)}") from error
     label = f"{Path(path).name} M={queries} B={params.batch} H={heads}"
-    works = [Work(label, direction, *drawn, heads, heads, head_dim, (-1, -1)) for direction in directions]
+    works = [Work(label, direction, *drawn, heads, heads, head_dim, (-1, -1), True) for direction in directions]
     for work in works:
-        tile = tile_costs.default_shape(work.direction, head_dim, *drawn, work.bounds)
+        tile = work.shape
         count = count_tiles(*drawn, tile, heads)
         # What is far from the default is to blame, unless the file has too many rows for any queries and heads.
         excess = {"heads": heads / HEADS, "q_len": 1.0 if tile.over_keys else queries / QUERIES}
@@ -142,7 +151,7 @@ def first_line(error: Exception) -> str:
 
 def cost_of(work: Work, sms: int, gpu: str | None) -> TileCost:
     """Measured costs where they are those of the device that is asked about, else a model in steps."""
-    shape = tile_costs.default_shape(work.direction, work.head_dim, work.queries, work.keys, work.bounds)
+    shape = work.shape
     queries = int(work.queries[0]) if len(set(work.queries.tolist())) == 1 else None
     found = tile_costs.known_cost(work.direction, work.head_dim, shape, gpu, queries)
     if found is None and gpu is not None:

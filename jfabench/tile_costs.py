@@ -54,8 +54,13 @@ KNOWN = (
 MULTIPROCESSORS = {"NVIDIA H200": 132}
 
 
-def default_shape(direction: str, head_dim: int, queries: Ints, keys: Ints, bounds: tuple[int, int]) -> Shape:
-    """How the TLX kernels for Hopper cut a batch untuned: `queries` and `keys` are the rows of each sequence, `[B]`."""
+def default_shape(
+    direction: str, head_dim: int, queries: Ints, keys: Ints, bounds: tuple[int, int], *, broadcast: bool
+) -> Shape:
+    """How the TLX kernels for Hopper cut a batch untuned.
+
+    `queries` and `keys` are the rows of each sequence, `[B]`; with `broadcast` all share the same queries.
+    """
     from jfabench.kernels.attention import config_sm90
     from jfabench.kernels.attention.kinds import Kind, power_of_two_below
 
@@ -63,7 +68,7 @@ def default_shape(direction: str, head_dim: int, queries: Ints, keys: Ints, boun
         return Shape(True, config_sm90.TILE_KEYS, config_sm90.step_queries(head_dim))
     means = (power_of_two_below(int(rows.mean()) if len(rows) else 0) for rows in (queries, keys))
     masked = (bound >= 0 for bound in bounds)
-    config = config_sm90.default(Kind("sm90", "forward", "bf16", head_dim, 1, True, *masked, *means))
+    config = config_sm90.default(Kind("sm90", "forward", "bf16", head_dim, 1, broadcast, *masked, *means))
     assert isinstance(config, config_sm90.ForwardConfig)
     return Shape(False, config.block_m, config.block_n, config.residents)
 

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfabench import calibration, cli, schedule_run, tile_costs
+from jfabench.kernels.attention import config_sm90
+from jfabench.kernels.attention.problem import make_problem
 from jfabench.schedule import (
     POLICIES,
     Policy,
@@ -24,6 +27,7 @@ from jfabench.schedule import (
     schedule,
     tiles,
 )
+from jfabench.sweep import load_sweep
 from jfabench.tile_costs import Sample, calibrate, predicted
 
 FORWARD, BACKWARD = Shape(False, 128, 64), Shape(True, 128, 64)
@@ -271,7 +275,21 @@ def test_the_model_where_nothing_is_measured() -> None:
 )
 def test_the_tiles_of_the_default_configuration(direction: str, head_dim: int, m: int, n: int, shape: Shape) -> None:
     queries, keys = np.full(5, m), np.full(5, n)
-    assert tile_costs.default_shape(direction, head_dim, queries, keys, (-1, -1)) == shape
+    assert tile_costs.default_shape(direction, head_dim, queries, keys, (-1, -1), broadcast=True) == shape
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("n", [100, 256, 300, 512])
+def test_the_tiles_are_those_of_a_call_with_such_queries(n: int, broadcast: bool) -> None:
+    ends = torch.tensor([0, n, 2 * n])
+    q, k = torch.zeros(n if broadcast else 2 * n, 1, 128), torch.zeros(2 * n, 1, 128)
+    problem = make_problem(q, k, k, ends, None if broadcast else ends, 0.1, (-1, -1), False)
+    config = config_sm90.default(problem.kind("sm90", "forward"))
+    shared = ["broadcast_q=true", f"q_len={n}"] if broadcast else []
+    given_here = ["batch=2", "heads=1", f"lengths.length=[{n}]", *shared]
+    (work,) = schedule_run.of_sweep(load_sweep("dense.yaml", settings=given_here, directions=["fwd"]))
+    assert isinstance(config, config_sm90.ForwardConfig)
+    assert work.shape == Shape(False, config.block_m, config.block_n, config.residents)
 
 
 # the command
